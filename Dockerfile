@@ -47,7 +47,7 @@ CMD ["bash"]
 # Libraries and tool alone. For `tessera run --hosts` install openmpi-bin in an image made of this one.
 FROM debian:12-slim
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends libstdc++6 \
+    && apt-get install -y --no-install-recommends libstdc++6 python3 \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 tessera
 COPY --from=libtorch /opt/libtorch/lib /opt/libtorch/lib/

@@ -12,7 +12,6 @@
 #include <memory>
 #include <thread>
 
-#include "benchmarks/link_report.h"
 #include "benchmarks/worker_process.h"
 #include "launcher/environment.h"
 
@@ -27,8 +26,6 @@ constexpr int kFirstPort = 29500;  // the hosts are new: all ports are free
 constexpr std::chrono::milliseconds kQuietTime(100);
 // The questions of ranks that wait are shorter within that time.
 constexpr double kQuietBytes = 20e3;
-
-void link_progress(const std::string& text) { fmt::print(stderr, "bench link: {}\n", text); }
 
 // Returns the bytes that each host has sent, once nothing moves: less than a few questions, and
 // than a quarter of what a link carries.
@@ -50,77 +47,41 @@ std::vector<LinkedHosts::Sent> wait_until_quiet(const LinkedHosts& hosts, double
   }
 }
 
+using CommandOfRank = std::function<std::vector<std::string>(int rank)>;
+
 // Processes, one for each rank, on its host.
-class LinkTeam {
- public:
-  using CommandOfRank = std::function<std::vector<std::string>(int rank)>;
-
-  LinkTeam(std::string name, const LinkBenchOptions& options, const LinkedHosts& hosts, int number,
-           const CommandOfRank& command_of)
-      : name_(std::move(name)), hosts_(hosts), mbit_(options.mbit) {
-    const LaunchOptions launch = {
-        .environment = {{"OMP_NUM_THREADS", "1"}, {"GLOO_SOCKET_IFNAME", LinkedHosts::kInterface}}};
-    const int local = options.ranks_per_host;
-    for (int rank = 0; rank < options.ranks(); ++rank) {
-      const int host = rank / local;
-      auto command = hosts.on_host(host);
-      std::ranges::copy(command_of(rank), std::back_inserter(command));
-      const RankAssignment assignment = {.rank = rank,
-                                         .ranks = options.ranks(),
-                                         .port = kFirstPort + number,
-                                         .first_rank = host * local,
-                                         .local_ranks = local,
-                                         .master = hosts.address(0)};
-      workers_.push_back(std::make_unique<WorkerProcess>(fmt::format("{} process {}", name_, rank),
-                                                         command,
-                                                         rank_environment(launch, assignment)));
-    }
+WorkerProcesses start_on_hosts(const std::string& name, const LinkBenchOptions& options,
+                               const LinkedHosts& hosts, int port,
+                               const CommandOfRank& command_of) {
+  WorkerProcesses workers;
+  const LaunchOptions launch = {
+      .environment = {{"OMP_NUM_THREADS", "1"}, {"GLOO_SOCKET_IFNAME", LinkedHosts::kInterface}}};
+  const int local = options.ranks_per_host;
+  for (int rank = 0; rank < options.ranks(); ++rank) {
+    const int host = rank / local;
+    auto command = hosts.on_host(host);
+    std::ranges::copy(command_of(rank), std::back_inserter(command));
+    const RankAssignment assignment = {.rank = rank,
+                                       .ranks = options.ranks(),
+                                       .port = port,
+                                       .first_rank = host * local,
+                                       .local_ranks = local,
+                                       .master = hosts.address(0)};
+    workers.push_back(std::make_unique<WorkerProcess>(
+        fmt::format("{} process {}", name, rank), command, rank_environment(launch, assignment)));
   }
+  return workers;
+}
 
-  const std::string& name() const { return name_; }
-  std::vector<json> ask(const std::string& command) {
-    return tools::ask(workers_, command, kLongestLinkTurn);
+// Trains for a turn, whatever moves on the links.
+void train_now(Team& team, int steps, RoleResult& result) {
+  auto answers = team.ask("train", steps + 1);
+  for (json& rank : answers) {
+    rank.at("seconds").erase(0);
+    if (rank.contains("parts"))
+      for (auto& part : rank["parts"]) part.erase(0);
   }
-
-  // Trains for a turn, whatever moves on the links.
-  void train_now(int steps, RoleResult& result) {
-    auto answers = ask(fmt::format("train {}", steps + 1));
-    for (json& rank : answers) {
-      rank.at("seconds").erase(0);
-      if (rank.contains("parts"))
-        for (auto& part : rank["parts"]) part.erase(0);
-    }
-    result.turns.push_back(std::move(answers));
-  }
-
-  // Trains for a turn. Returns the bytes per step of the host that sent most.
-  std::pair<double, double> train(int steps, RoleResult& result) {
-    const auto before = wait_until_quiet(hosts_, mbit_);
-    train_now(steps, result);
-    const auto after = wait_until_quiet(hosts_, mbit_);
-    LinkedHosts::Sent most;
-    for (size_t host = 0; host < after.size(); ++host) {
-      const int64_t wire = after[host].wire - before[host].wire;
-      if (wire > most.wire) most = {wire, after[host].payload - before[host].payload};
-    }
-    return {static_cast<double>(most.wire) / (steps + 1),
-            static_cast<double>(most.payload) / (steps + 1)};
-  }
-
- private:
-  std::string name_;
-  const LinkedHosts& hosts_;
-  const double mbit_;
-  WorkerProcesses workers_;
-};
-
-void check_link_options(const LinkBenchOptions& options) {
-  TORCH_CHECK_VALUE(options.ranks_per_host >= 1,
-                    "[bench link] --ranks-per-host must be at least 1; got ",
-                    options.ranks_per_host);
-  for (const auto& name : options.against)
-    TORCH_CHECK_VALUE(name == "fsdp2" || name == "ddp",
-                      "[bench link] --against must name fsdp2 or ddp; got '", name, "'");
+  result.turns.push_back(std::move(answers));
 }
 
 // All that is measured, on hosts of its own.
@@ -147,73 +108,83 @@ class LinkMeasurement {
   }
 
   LinkResult measure() {
-    LinkResult result;
-    const auto prepare = [&](LinkTeam& team) {
-      return team.ask(fmt::format("prepare {}", kLinkWarmupSteps));
-    };
-    result.sharded.role.prepared = prepare(*sharded_);
-    result.transport = result.sharded.role.prepared.front().at("transport");
-    result.local.prepared = prepare(*local_);
-    for (const auto& other : others_) result.others[other->name()].role.prepared = prepare(*other);
-    for (int round = 0; round < options_.step.rounds; ++round) measure_round(result, round);
-    return result;
+    const auto prepare = [](Team& team) { return team.ask("prepare", kLinkWarmupSteps); };
+    result_.sharded.role.prepared = prepare(*sharded_);
+    result_.transport = result_.sharded.role.prepared.front().at("transport");
+    result_.local.prepared = prepare(*local_);
+    for (const auto& other : others_) result_.others[other->name()].role.prepared = prepare(*other);
+    for (int round = 0; round < options_.step.rounds; ++round) measure_round(round);
+    return std::move(result_);
   }
 
  private:
-  std::unique_ptr<LinkTeam> add(const std::string& name,
-                                const LinkTeam::CommandOfRank& command_of) {
-    return std::make_unique<LinkTeam>(name, options_, hosts_, teams_++, command_of);
+  std::unique_ptr<Team> add(const std::string& name, const CommandOfRank& command_of) {
+    return std::make_unique<Team>(
+        name, start_on_hosts(name, options_, hosts_, kFirstPort + teams_++, command_of));
+  }
+
+  // Trains for a turn, and counts the bytes of the host that sends most. Returns a text.
+  std::string train(Team& team, LinkResult::Job& job) {
+    const int steps = options_.step.steps;
+    const auto before = wait_until_quiet(hosts_, options_.mbit);
+    train_now(team, steps, job.role);
+    const auto after = wait_until_quiet(hosts_, options_.mbit);
+    LinkedHosts::Sent most;
+    for (size_t host = 0; host < after.size(); ++host) {
+      const int64_t wire = after[host].wire - before[host].wire;
+      if (wire > most.wire) most = {wire, after[host].payload - before[host].payload};
+    }
+    job.wire_nbytes.push_back(static_cast<double>(most.wire) / (steps + 1));
+    job.payload_nbytes.push_back(static_cast<double>(most.payload) / (steps + 1));
+    return fmt::format("{} {:.4f} s, {:.2f} MB", team.name(), job.role.turn_medians().back(),
+                       job.wire_nbytes.back() / 1e6);
   }
 
   // Returns the seconds in which each rank sends `nbytes` to the next host.
   double transfer(double nbytes) {
     double seconds = 0;
-    for (const auto& rank : transfer_->ask(fmt::format("transfer {}", std::llround(nbytes))))
+    for (const auto& rank : transfer_->ask("transfer", std::llround(nbytes)))
       seconds = std::max(seconds, rank.at("seconds").get<double>());
     return seconds;
   }
 
-  void measure_round(LinkResult& result, int round) {
+  void measure_round(int round) {
     const int steps = options_.step.steps;
-    const auto train = [&](LinkTeam& team, LinkResult::Job& job) {
-      const auto [wire, payload] = team.train(steps, job.role);
-      job.wire_nbytes.push_back(wire);
-      job.payload_nbytes.push_back(payload);
-      return fmt::format("{} {:.4f} s, {:.2f} MB", team.name(), job.role.turn_median(round),
-                         job.wire_nbytes.back() / 1e6);
-    };
-    std::vector<std::string> texts = {train(*sharded_, result.sharded)};
-    const double nbytes = result.sharded.payload_nbytes.back() / options_.ranks_per_host;
-    result.transfer_seconds.push_back(transfer(nbytes));
-    texts.push_back(fmt::format("transfer {:.4f} s", result.transfer_seconds.back()));
-    local_->train(steps, result.local);
-    texts.push_back(fmt::format("local {:.4f} s", result.local.turn_median(round)));
+    std::vector<std::string> texts = {train(*sharded_, result_.sharded)};
+    const double nbytes = result_.sharded.payload_nbytes.back() / options_.ranks_per_host;
+    result_.transfer_seconds.push_back(transfer(nbytes));
+    texts.push_back(fmt::format("transfer {:.4f} s", result_.transfer_seconds.back()));
+    wait_until_quiet(hosts_, options_.mbit);
+    train_now(*local_, steps, result_.local);
+    texts.push_back(fmt::format("local {:.4f} s", result_.local.turn_medians().back()));
     auto beside = std::async(std::launch::async, [&] { return transfer(nbytes * (steps + 1)); });
-    local_->train_now(steps, result.beside);
-    result.beside_seconds.push_back(beside.get() / (steps + 1));
-    texts.push_back(fmt::format("both at once {:.4f} s and {:.4f} s", result.beside_seconds.back(),
-                                result.beside.turn_median(round)));
-    for (const auto& other : others_) texts.push_back(train(*other, result.others[other->name()]));
-    link_progress(
-        fmt::format("round {} of {}: {}", round + 1, options_.step.rounds, fmt::join(texts, "; ")));
+    train_now(*local_, steps, result_.beside);
+    result_.beside_seconds.push_back(beside.get() / (steps + 1));
+    texts.push_back(fmt::format("both at once {:.4f} s and {:.4f} s", result_.beside_seconds.back(),
+                                result_.beside.turn_medians().back()));
+    for (const auto& other : others_) texts.push_back(train(*other, result_.others[other->name()]));
+    show_progress("link", fmt::format("round {} of {}: {}", round + 1, options_.step.rounds,
+                                      fmt::join(texts, "; ")));
   }
 
   LinkBenchOptions options_;
   LinkedHosts hosts_;
+  LinkResult result_;
   int teams_ = 0;
-  std::unique_ptr<LinkTeam> sharded_, local_, transfer_;
-  std::vector<std::unique_ptr<LinkTeam>> others_;
+  std::unique_ptr<Team> sharded_, local_, transfer_;
+  std::vector<std::unique_ptr<Team>> others_;
 };
 
 }  // namespace
 
 int bench_link(const LinkBenchOptions& options) {
-  check_link_options(options);
   step_bench_plan(options.step);  // refuses what does not exist, before hosts are made
-  link_progress(fmt::format(
-      "{} at {}, {} hosts with {} ranks each, {}: {} warm-up steps", options.step.size,
-      options.step.level, options.hosts, options.ranks_per_host,
-      options.mbit > 0 ? fmt::format("{} Mbit/s", options.mbit) : "no limit", kLinkWarmupSteps));
+  show_progress(
+      "link",
+      fmt::format("{} at {}, {} hosts with {} ranks each, {}: {} warm-up steps", options.step.size,
+                  options.step.level, options.hosts, options.ranks_per_host,
+                  options.mbit > 0 ? fmt::format("{} Mbit/s", options.mbit) : "no limit",
+                  kLinkWarmupSteps));
   const auto report = link_report(options, LinkMeasurement(options).measure());
   fmt::print("{}\n", options.step.json ? report.dump() : link_table(report));
   return 0;

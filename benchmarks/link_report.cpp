@@ -1,10 +1,9 @@
-#include "benchmarks/link_report.h"
-
 #include <fmt/format.h>
 #include <tessera/planner/plan_report.h>
 
 #include <algorithm>
 
+#include "benchmarks/link_bench.h"
 #include "benchmarks/median.h"
 #include "benchmarks/step_report.h"
 #include "benchmarks/workload.h"
@@ -26,14 +25,10 @@ double formula_nbytes(const LinkBenchOptions& options, const std::string& transp
 }
 
 ordered_json against(const LinkResult& result, const LinkResult::Job& other) {
-  std::vector<double> ratios;
-  for (size_t round = 0; round < other.role.turns.size(); ++round) {
-    const int turn = static_cast<int>(round);
-    ratios.push_back(other.role.turn_median(turn) / result.sharded.role.turn_median(turn));
-  }
   return {{"seconds", median_of(other.role.seconds())},
           {"wire_nbytes", median_of(other.wire_nbytes)},
-          {"ratio", ratio_of_rounds(ratios)}};
+          {"ratio", ratio_of_rounds(
+                        ratios_of(other.role.turn_medians(), result.sharded.role.turn_medians()))}};
 }
 
 std::string interval(const ordered_json& ratio) {
@@ -49,19 +44,17 @@ ordered_json link_report(const LinkBenchOptions& options, const LinkResult& resu
   auto report = report_head("link", step);
   const auto& [sharded, local, beside, transfers, beside_seconds, others, transport] = result;
   const double compute = limit_seconds(local, step.ranks);
-  std::vector<double> links, ratios, both, ratios_to_both;
+  std::vector<double> links, rooflines, both;
   for (size_t round = 0; round < transfers.size(); ++round) {
-    const double at_bandwidth =
-        options.mbit > 0 ? sharded.wire_nbytes[round] * 8 / (options.mbit * 1e6) : transfers[round];
-    const RoleResult turn = {.turns = {local.turns[round]}};
-    const double alone = limit_seconds(turn, step.ranks);
-    links.push_back(at_bandwidth);
-    const double seconds = sharded.role.turn_median(static_cast<int>(round));
-    ratios.push_back(seconds / std::max(at_bandwidth, alone));
-    const RoleResult beside_turn = {.turns = {beside.turns[round]}};
-    both.push_back(std::max(beside_seconds[round], limit_seconds(beside_turn, step.ranks)));
-    ratios_to_both.push_back(seconds / both.back());
+    const auto alone = [&](const RoleResult& role) {
+      return limit_seconds({.turns = {role.turns[round]}}, step.ranks);
+    };
+    links.push_back(options.mbit > 0 ? sharded.wire_nbytes[round] * 8 / (options.mbit * 1e6)
+                                     : transfers[round]);
+    rooflines.push_back(std::max(links.back(), alone(local)));
+    both.push_back(std::max(beside_seconds[round], alone(beside)));
   }
+  const auto steps = sharded.role.turn_medians();
   const double wire = median_of(sharded.wire_nbytes), link = median_of(links),
                payload = median_of(sharded.payload_nbytes),
                formula = formula_nbytes(options, transport);
@@ -80,15 +73,16 @@ ordered_json link_report(const LinkBenchOptions& options, const LinkResult& resu
                  {"transfer_seconds", median_of(transfers)},
                  {"link_seconds", link},
                  {"roofline_seconds", std::max(compute, link)},
-                 {"ratio_to_roofline", ratio_of_rounds(ratios)},
+                 {"ratio_to_roofline", ratio_of_rounds(ratios_of(steps, rooflines))},
                  {"both_seconds", median_of(both)},
-                 {"ratio_to_both", ratio_of_rounds(ratios_to_both)}});
+                 {"ratio_to_both", ratio_of_rounds(ratios_of(steps, both))}});
   for (const auto& [name, other] : others) report["others"][name] = against(result, other);
   report.update(report_origin());
   return report;
 }
 
 std::string link_table(const ordered_json& report) {
+  const auto value = [&](const char* key) { return text_of(report, key); };
   const auto number = [&](const char* key) { return report.at(key).get<double>(); };
   const auto line = [](const std::string& name, double value, const std::string& more = "") {
     return fmt::format("{:<44}{:>10.4f}  {}\n", name, value, more);
@@ -97,12 +91,9 @@ std::string link_table(const ordered_json& report) {
   std::string text = fmt::format(
       "{} ({} parameters), level {}, {} hosts with {} ranks each over {}, {}, {}, {} rounds "
       "of {} steps\n",
-      report["size"].get<std::string>(), report["parameters"].get<int64_t>(),
-      report["level"].get<std::string>(), report["hosts"].get<int>(),
-      report["ranks_per_host"].get<int>(), report["transport"].get<std::string>(),
-      mbit > 0 ? fmt::format("{} Mbit/s", mbit) : "no limit",
-      report["congestion"].get<std::string>(), report["rounds"].get<int>(),
-      report["steps"].get<int>());
+      value("size"), value("parameters"), value("level"), value("hosts"), value("ranks_per_host"),
+      value("transport"), mbit > 0 ? fmt::format("{} Mbit/s", mbit) : "no limit",
+      value("congestion"), value("rounds"), value("steps"));
   text += line("computation (s)", number("compute_seconds"));
   text += line(mbit > 0 ? "bytes / bandwidth (s)" : "bytes / measured bandwidth (s)",
                number("link_seconds"));

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "benchmarks/link_bench.h"
-#include "benchmarks/worker_commands.h"
+#include "benchmarks/worker_process.h"
 
 namespace tessera::tools {
 namespace {
@@ -31,12 +31,10 @@ double transfer(ProcessGroup& ranks, int ranks_per_host, int64_t nbytes) {
 
 int bench_link_worker() {
   std::optional<World> world;
-  return serve_commands([&](const std::string& line) -> nlohmann::json {
+  return serve_commands([&](const std::string& verb, int64_t nbytes) -> nlohmann::json {
     if (!world) world.emplace(init({.transport = Transport::kGloo}));
-    const std::string verb = "transfer ";
-    TORCH_CHECK_VALUE(line.starts_with(verb),
-                      "[bench_link_worker] a command must be transfer; got '", line, "'");
-    const int64_t nbytes = std::stoll(line.substr(verb.size()));
+    TORCH_CHECK_VALUE(verb == "transfer", "[bench_link_worker] a command must be transfer; got '",
+                      verb, "'");
     return {{"seconds", transfer(*world->process_group(), world->info().local_size, nbytes)}};
   });
 }

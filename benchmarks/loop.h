@@ -1,7 +1,7 @@
 #pragma once
 
 #include <string>
-#include <vector>
+#include <utility>
 
 namespace tessera::tools {
 
@@ -19,8 +19,16 @@ struct LoopSwitches {
   bool is_plain() const { return *this == LoopSwitches(); }
 };
 
-/// Returns the switches' names, in the order of their declaration.
-const std::vector<std::string>& loop_switch_names();
+/// Its members by name, in their order.
+inline constexpr std::pair<const char*, bool LoopSwitches::*> kLoopSwitches[] = {
+    {"clip", &LoopSwitches::clip},
+    {"schedule", &LoopSwitches::schedule},
+    {"accumulate", &LoopSwitches::accumulate},
+    {"evaluate", &LoopSwitches::evaluate},
+    {"bf16", &LoopSwitches::bf16},
+    {"checkpoint", &LoopSwitches::checkpoint},
+    {"dropout", &LoopSwitches::dropout},
+};
 
 /// Parses names of switches with commas between them; "all" sets all of them, "none" and "" none.
 /// Throws `c10::ValueError` for other names.

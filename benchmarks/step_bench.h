@@ -3,8 +3,11 @@
 #include <tessera/engine/shard_plan.h>
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
+
+#include "benchmarks/team.h"
 
 namespace CLI {
 class App;
@@ -12,9 +15,12 @@ class App;
 
 namespace tessera::tools {
 
+/// Steps before those that count.
+constexpr int kWarmupSteps = 3;
+
 /// The options of `tessera bench step`. `step_report()` describes the numbers.
 struct StepBenchOptions {
-  std::string size = "small";       ///< see `workload_names()`
+  std::string size = "small";       ///< see `make_bench_model()`
   std::string level = "p_g_os";     ///< none, os, os_g or p_g_os
   std::string dialect = "native";   ///< native, or fairscale at os and os_g
   std::string transport = "arena";  ///< how the ranks of the sharded job communicate
@@ -44,18 +50,36 @@ struct StepBenchOptions {
 /// exit status; throws `c10::ValueError` for options that do not exist.
 int bench_step(const StepBenchOptions& options);
 
+/// Measures the steps of loops as users write them: those of a sharded job against local processes,
+/// against local processes that wait for each other once a step, and against one process with as
+/// many threads that trains on the batches of all ranks. `loops`: see `loop_switches()`; empty:
+/// none, each switch, and all. Prints and returns as `bench_step()` does.
+///
+/// The number of a round is that of all its steps together, because the work of every tenth step
+/// counts, too; the ratios are medians over the rounds, with an interval (`median_interval()`).
+int bench_loop(const StepBenchOptions& options, std::vector<std::string> loops);
+
 /// The roles of a measurement's processes.
 enum class StepRole {
   kSharded,  ///< train together
   kLocal,    ///< each trains alone
   kInStep,   ///< as `kLocal`, but after each backward they wait for each other
-  kNative,   ///< as `kSharded`, by `fully_shard` in place of the dialect that is measured, or with
-             ///< a step at once
+  kNative,   ///< as `kSharded`, by `fully_shard` in place of the dialect that is measured
   kThreads,  ///< one process with as many threads as there are ranks trains alone on the batches of
              ///< all of them
 };
 
+/// Returns the role's name in reports: "in_step", say.
 const char* to_string(StepRole role);
+
+struct StepResult {
+  std::map<StepRole, RoleResult> roles;  ///< those that were measured
+  std::vector<double> core_noise;        ///< before each turn: as many in each round
+};
+
+/// Lets the processes of each kind that `options` select take turns. Throws `c10::ValueError` for
+/// options that do not exist.
+StepResult measure_steps(const StepBenchOptions& options);
 
 /// One process of such a measurement.
 struct StepWorkerOptions {
@@ -73,7 +97,8 @@ std::vector<std::string> step_worker_command(const StepBenchOptions& options, St
 /// `serve_commands()` does.
 int bench_step_worker(const StepWorkerOptions& options);
 
-/// Returns the plan of the sharded job. Throws `c10::ValueError` for a level that does not exist.
+/// Returns the plan of the sharded job. Throws `c10::ValueError` for options that exclude each
+/// other.
 ShardPlan step_bench_plan(const StepBenchOptions& options);
 
 /// Adds the options of the workload, the job and its units.

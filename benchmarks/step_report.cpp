@@ -63,29 +63,20 @@ ordered_json breakdown_ms(const RoleResult& role) {
   return breakdown;
 }
 
-// Compares sharded with local processes that wait for each other, too.
-ordered_json in_step_times(double sharded_median, const RoleResult& in_step, int ranks) {
-  const double median = median_of(in_step.seconds()), limit = limit_seconds(in_step, ranks);
-  return {{"in_step_seconds", median},
-          {"ratio_to_in_step", sharded_median / median},
-          {"in_step_limit_seconds", limit},
-          {"ratio_to_in_step_limit", sharded_median / limit}};
-}
-
-// Compares a dialect with `fully_shard`.
-ordered_json native_times(const RoleResult& sharded, const RoleResult& native) {
-  const auto seconds = sharded.seconds(), native_seconds = native.seconds();
-  const double median = median_of(native_seconds);
-  std::vector<double> ratios;
-  for (size_t round = 0; round < sharded.turns.size(); ++round) {
-    const int turn = static_cast<int>(round);
-    ratios.push_back(sharded.turn_median(turn) / native.turn_median(turn));
-  }
-  return {{"native_seconds", median},
-          {"ratio_to_native", median_of(seconds) / median},
-          {"ratio_to_native_of_rounds", ratios},
-          {"ratio_to_native_of_minimums",
-           std::ranges::min(seconds) / std::ranges::min(native_seconds)}};
+// Compares the steps of the sharded job with those of another role, in names with the role's.
+ordered_json times_beside(const RoleResult& sharded, const RoleResult& other,
+                          const std::string& name, int ranks) {
+  const auto seconds = sharded.seconds(), other_seconds = other.seconds();
+  const double median = median_of(seconds), other_median = median_of(other_seconds);
+  const double limit = limit_seconds(other, ranks);
+  return {
+      {name + "_seconds", other_median},
+      {"ratio_to_" + name, median / other_median},
+      {"ratio_to_" + name + "_of_rounds", ratios_of(sharded.turn_medians(), other.turn_medians())},
+      {"ratio_to_" + name + "_of_minimums",
+       std::ranges::min(seconds) / std::ranges::min(other_seconds)},
+      {name + "_limit_seconds", limit},
+      {"ratio_to_" + name + "_limit", median / limit}};
 }
 
 ordered_json core_noise(const std::vector<double>& samples, int rounds) {
@@ -101,25 +92,18 @@ ordered_json both(const T& sharded, const T& local) {
   return {{"sharded", sharded}, {"local", local}};
 }
 
-ordered_json times(const StepBenchOptions& options, const StepResult& result) {
-  const auto &sharded = result.sharded, &local = result.local;
-  const auto sharded_seconds = sharded.seconds(), local_seconds = local.seconds();
-  const double median = median_of(sharded_seconds), local_median = median_of(local_seconds);
-  const double limit = limit_seconds(local, options.ranks);
-  std::vector<double> ratios;
-  for (int round = 0; round < options.rounds; ++round) {
-    ratios.push_back(sharded.turn_median(round) / local.turn_median(round));
-  }
-  return {
-      {"seconds", both(median, local_median)},
-      {"ratio", median / local_median},
-      {"ratio_of_rounds", ratios},
-      {"ratio_of_minimums", std::ranges::min(sharded_seconds) / std::ranges::min(local_seconds)},
-      {"optimizer_seconds", both(median_of(sharded.part_seconds("optimizer")),
-                                 median_of(local.part_seconds("optimizer")))},
-      {"limit_seconds", limit},
-      {"ratio_to_limit", median / limit},
-      {"breakdown_ms", both(breakdown_ms(sharded), breakdown_ms(local))}};
+// Compares the sharded job with the local reference.
+ordered_json times(const RoleResult& sharded, const RoleResult& local, int ranks) {
+  const auto beside = times_beside(sharded, local, "local", ranks);
+  return {{"seconds", both(median_of(sharded.seconds()), median_of(local.seconds()))},
+          {"ratio", beside["ratio_to_local"]},
+          {"ratio_of_rounds", beside["ratio_to_local_of_rounds"]},
+          {"ratio_of_minimums", beside["ratio_to_local_of_minimums"]},
+          {"optimizer_seconds", both(median_of(sharded.part_seconds("optimizer")),
+                                     median_of(local.part_seconds("optimizer")))},
+          {"limit_seconds", beside["local_limit_seconds"]},
+          {"ratio_to_limit", beside["ratio_to_local_limit"]},
+          {"breakdown_ms", both(breakdown_ms(sharded), breakdown_ms(local))}};
 }
 
 std::string line(const std::string& name, const ordered_json& numbers, double unit, int digits) {
@@ -130,29 +114,22 @@ std::string line(const std::string& name, const ordered_json& numbers, double un
 
 std::string time_lines(const ordered_json& report) {
   const auto& seconds = report.at("seconds");
-  auto lines = line("seconds per step (median)", seconds, 1, 4) +
-               line(fmt::format("  local with 1/{} of its optimizer", report["ranks"].get<int>()),
-                    both(seconds["sharded"], report["limit_seconds"]), 1, 4) +
-               fmt::format("{:<58}{:>9.3f}\n", "  of the fastest steps",
-                           report["ratio_of_minimums"].get<double>());
-  if (report.contains("in_step_seconds")) {
-    lines +=
-        line("  local, ranks in step", both(seconds["sharded"], report["in_step_seconds"]), 1, 4) +
-        line("    with its part of the optimizer",
-             both(seconds["sharded"], report["in_step_limit_seconds"]), 1, 4);
-  }
-  if (report.contains("native_seconds")) {
-    lines += line(report["dialect"] == "native" ? "  stepping at once" : "  by fully_shard",
-                  both(seconds["sharded"], report["native_seconds"]), 1, 4) +
-             fmt::format("{:<58}{:>9.3f}\n", "    of the fastest steps",
-                         report["ratio_to_native_of_minimums"].get<double>());
-  }
-  if (report.contains("threads_seconds")) {
-    lines += line("  one process with as many threads",
-                  both(seconds["sharded"], report["threads_seconds"]), 1, 4);
-  }
-  lines += fmt::format("{:<58}{:>9.3f}\n", "  cores by themselves, to their best (median)",
-                       report["core_noise"].get<double>());
+  std::string lines = line("seconds per step (median)", seconds, 1, 4);
+  const auto add = [&](const std::string& name, const char* key) {
+    if (report.contains(key)) lines += line(name, both(seconds["sharded"], report[key]), 1, 4);
+  };
+  const auto add_ratio = [&](const char* name, const char* key) {
+    if (report.contains(key))
+      lines += fmt::format("{:<58}{:>9.3f}\n", name, report[key].get<double>());
+  };
+  add(fmt::format("  local with 1/{} of its optimizer", text_of(report, "ranks")), "limit_seconds");
+  add_ratio("  of the fastest steps", "ratio_of_minimums");
+  add("  local, ranks in step", "in_step_seconds");
+  add("    with its part of the optimizer", "in_step_limit_seconds");
+  add("  by fully_shard", "native_seconds");
+  add_ratio("    of the fastest steps", "ratio_to_native_of_minimums");
+  add("  one process with as many threads", "threads_seconds");
+  add_ratio("  cores by themselves, to their best (median)", "core_noise");
   const auto& parts = report.at("breakdown_ms");
   for (const char* part : kParts) {
     lines += line(fmt::format("  {} (ms)", part),
@@ -186,23 +163,23 @@ ordered_json ratio_of_rounds(const std::vector<double>& ratios) {
   return {{"median", median_of(ratios)}, {"low", low}, {"high", high}, {"of_rounds", ratios}};
 }
 
+std::string text_of(const ordered_json& report, const char* key) {
+  const auto& value = report.at(key);
+  return value.is_string() ? value.get<std::string>() : value.dump();
+}
+
 ordered_json step_report(const StepBenchOptions& options, const StepResult& result) {
-  const auto& [warmup_steps, sharded, local, in_step, native, threads, noise] = result;
+  const RoleResult &sharded = result.roles.at(StepRole::kSharded),
+                   &local = result.roles.at(StepRole::kLocal);
   auto report = report_head("step", options);
   report.update(
-      {{"warmup_steps", warmup_steps}, {"parameters", sharded.prepared.front().at("parameters")}});
-  report.update(times(options, result));
-  if (in_step) {
-    const double median = report.at("seconds").at("sharded");
-    report.update(in_step_times(median, *in_step, options.ranks));
+      {{"warmup_steps", kWarmupSteps}, {"parameters", sharded.prepared.front().at("parameters")}});
+  report.update(times(sharded, local, options.ranks));
+  for (const auto& [role, other] : result.roles) {
+    if (role > StepRole::kLocal)
+      report.update(times_beside(sharded, other, to_string(role), options.ranks));
   }
-  if (native) report.update(native_times(sharded, *native));
-  if (threads) {
-    const double median = median_of(threads->seconds()),
-                 sharded_median = report["seconds"]["sharded"];
-    report.update({{"threads_seconds", median}, {"ratio_to_threads", sharded_median / median}});
-  }
-  report.update(core_noise(noise, options.rounds));
+  report.update(core_noise(result.core_noise, options.rounds));
   const auto sharded_pss = peak_pss(sharded), local_pss = peak_pss(local);
   report.update({
       {"kept_bytes", both(kept_bytes(sharded), kept_bytes(local))},
@@ -227,11 +204,10 @@ std::string step_table(const ordered_json& report) {
   const auto kept_line = [&](const char* name, const char* kind) {
     return line(name, both(kept["sharded"][kind], kept["local"][kind]), 1e6, 2);
   };
+  const auto text = [&](const char* key) { return text_of(report, key); };
   return fmt::format("{} ({} parameters), level {}, {} ranks over {}, {} rounds of {} steps\n",
-                     report["size"].get<std::string>(), report["parameters"].get<int64_t>(),
-                     report["level"].get<std::string>(), report["ranks"].get<int>(),
-                     report["transport"].get<std::string>(), report["rounds"].get<int>(),
-                     report["steps"].get<int>()) +
+                     text("size"), text("parameters"), text("level"), text("ranks"),
+                     text("transport"), text("rounds"), text("steps")) +
          fmt::format("{:<34}{:>12}{:>12}{:>9}\n", "", "sharded", "local", "ratio") +
          time_lines(report) + kept_line("kept: parameters (MB)", "parameters") +
          kept_line("kept: gradients (MB)", "gradients") +

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "benchmarks/step_result.h"
+#include "benchmarks/step_bench.h"
 
 namespace tessera::tools {
 
@@ -19,12 +19,12 @@ namespace tessera::tools {
 /// - `limit_seconds`: median of local's steps with the optimizer's part divided by the number of
 ///   ranks: the limit of sharding if communication cost nothing; `ratio_to_limit`: sharded divided
 ///   by that.
-/// - `in_step_seconds`, `ratio_to_in_step`, `in_step_limit_seconds`, `ratio_to_in_step_limit`: the
-///   same of `StepRole::kInStep`, with `--in-step`: both include the cost of noise for ranks that
-///   wait for each other once a step.
-/// - `native_seconds`, `ratio_to_native`, `ratio_to_native_of_rounds` and
-///   `ratio_to_native_of_minimums`, with a dialect: the same of `StepRole::kNative`.
-/// - `threads_seconds`, `ratio_to_threads`, with `threads`: the same of `StepRole::kThreads`.
+/// - `in_step_seconds`, `ratio_to_in_step`, `ratio_to_in_step_of_rounds`,
+///   `ratio_to_in_step_of_minimums`, `in_step_limit_seconds`, `ratio_to_in_step_limit`: the same of
+///   `StepRole::kInStep`, with `--in-step`: both include the cost of noise for ranks that wait for
+///   each other once a step.
+/// - `native_seconds` and so on, with a dialect: the same of `StepRole::kNative`.
+/// - `threads_seconds` and so on, with `--threads`: the same of `StepRole::kThreads`.
 /// - `core_noise`: time that the cores took for arithmetic, by themselves, before each turn,
 ///   relative to the best (`CoreNoise`); median. `core_noise_of_rounds`: the largest of each round.
 /// - `breakdown_ms`: medians of the parts of a step, including waits for other ranks.
@@ -47,6 +47,9 @@ nlohmann::ordered_json report_origin();
 /// Returns the median of the ratios of rounds, the interval in which it lies (`median_interval()`),
 /// and the ratios themselves.
 nlohmann::ordered_json ratio_of_rounds(const std::vector<double>& ratios);
+
+/// Returns the value of a key as a text.
+std::string text_of(const nlohmann::ordered_json& report, const char* key);
 
 /// Formats `step_report()` for human readers.
 std::string step_table(const nlohmann::ordered_json& report);

@@ -1,18 +1,19 @@
+#include <sys/resource.h>
 #include <tessera/base/page_heap.h>
 #include <tessera/base/process_memory.h>
 #include <tessera/comm/world.h>
 
+#include <algorithm>
 #include <chrono>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <sstream>
 #include <string>
+#include <thread>
 
-#include "benchmarks/process_memory.h"
 #include "benchmarks/step_bench.h"
 #include "benchmarks/trainer.h"
-#include "benchmarks/worker_commands.h"
+#include "benchmarks/worker_process.h"
 #include "launcher/cores.h"
 
 namespace tessera::tools {
@@ -24,32 +25,27 @@ using Clock = std::chrono::steady_clock;
 const std::map<std::string, Transport> kTransports = {
     {"auto", Transport::kAuto}, {"gloo", Transport::kGloo}, {"arena", Transport::kArena}};
 
-// The durations of each step of a turn and of its parts, as arrays for the report.
-class StepTimes {
+int64_t minor_faults() {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  return usage.ru_minflt;
+}
+
+/// Samples `pss_bytes()` in a thread of its own, which disturbs timings: not for timed steps.
+class PeakPss {
  public:
-  explicit StepTimes(int steps) {
-    seconds_.reserve(steps);
-    parts_.reserve(steps);
-  }
-
-  void add(double seconds, const StepParts& parts) {
-    seconds_.push_back(seconds);
-    parts_.push_back(parts);
-  }
-
-  const std::vector<double>& seconds() const { return seconds_; }
-
-  json parts() const {
-    json result;
-    for (const auto& step : parts_) {
-      for (const auto& [name, part] : kStepParts) result[name].push_back(step.*part);
-    }
-    return result;
+  /// Ends the watch and returns the largest value.
+  int64_t stop() {
+    thread_ = {};
+    return std::max(peak_, pss_bytes());
   }
 
  private:
-  std::vector<double> seconds_;
-  std::vector<StepParts> parts_;
+  int64_t peak_ = pss_bytes();
+  std::jthread thread_{[this](const std::stop_token& stop) {
+    for (; !stop.stop_requested(); std::this_thread::sleep_for(std::chrono::milliseconds(4)))
+      peak_ = std::max(peak_, pss_bytes());
+  }};
 };
 
 class StepWorker {
@@ -93,20 +89,26 @@ class StepWorker {
   json train(int steps) {
     std::vector<Batch> batches;
     for (int i = 0; i < steps; ++i) batches.push_back(next_batch());
-    StepTimes times(steps);
+    std::vector<double> seconds(steps);
+    std::vector<StepParts> parts(steps);
     torch::Tensor loss;
     const auto faults = minor_faults();
     const auto sent = trainer_->bytes_sent();
     auto start = Clock::now();
-    for (const auto& batch : batches) {
-      auto trained = trainer_->step(batch);
+    for (int i = 0; i < steps; ++i) {
+      auto trained = trainer_->step(batches[i]);
       loss = std::move(trained.loss);
+      parts[i] = trained.seconds;
       const auto end = Clock::now();
-      times.add(std::chrono::duration<double>(end - start).count(), trained.seconds);
+      seconds[i] = std::chrono::duration<double>(end - start).count();
       start = end;
     }
-    return {{"seconds", times.seconds()},
-            {"parts", times.parts()},
+    json of_parts;
+    for (const StepParts& step : parts) {
+      for (size_t i = 0; i < step.size(); ++i) of_parts[kStepParts[i]].push_back(step[i]);
+    }
+    return {{"seconds", seconds},
+            {"parts", of_parts},
             {"page_faults", minor_faults() - faults},
             {"bytes_sent", trainer_->bytes_sent() - sent},
             {"loss", loss.item<double>()}};
@@ -141,27 +143,21 @@ class StepWorker {
   int64_t pss_before_ = 0;
 };
 
-json answer(StepWorker& worker, const std::string& line) {
-  std::istringstream words(line);
-  std::string verb;
-  int steps = 0;
-  words >> verb >> steps;
-  if (verb == "prepare") return worker.prepare(steps);
-  if (verb == "train") return worker.train(steps);
-  if (verb == "memory") return worker.memory(steps);
-  TORCH_CHECK_VALUE(false, "[bench_step_worker] a command must be prepare, train or memory, got '",
-                    line, "'");
-}
-
 }  // namespace
 
 int bench_step_worker(const StepWorkerOptions& options) {
   TORCH_CHECK(options.core < 0 || stay_on_core(options.core), "[bench_step_worker] core ",
               options.core, " must be one that this process may use");
   std::optional<StepWorker> worker;
-  return serve_commands([&](const std::string& line) {
+  return serve_commands([&](const std::string& verb, int64_t steps) {
     if (!worker) worker.emplace(options);
-    return answer(*worker, line);
+    const int count = static_cast<int>(steps);
+    if (verb == "prepare") return worker->prepare(count);
+    if (verb == "train") return worker->train(count);
+    TORCH_CHECK_VALUE(verb == "memory",
+                      "[bench_step_worker] a command must be prepare, train or memory, got '", verb,
+                      "'");
+    return worker->memory(count);
   });
 }
 

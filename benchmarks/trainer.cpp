@@ -43,25 +43,23 @@ torch::optim::AdamWOptions adamw_options() {
       .weight_decay(kWeightDecay);
 }
 
-KeptBytes kept_of(const ShardMemory& memory) {
-  return {.parameters = memory.parameters,
-          .gradients = memory.gradients,
-          .optimizer_state = memory.optimizer_state,
-          .peak_unsharded = memory.peak_unsharded,
-          .peak_in_flight = memory.peak_in_flight};
+// Puts a counting process group into the plan.
+std::shared_ptr<CountingProcessGroup> count_in(ShardPlan& plan) {
+  auto counting = counting_process_group(plan.process_group);
+  plan.process_group = counting;
+  return counting;
 }
 
 class ShardedTrainer : public Trainer {
  public:
-  ShardedTrainer(std::shared_ptr<BenchModel> model, const ShardPlan& plan,
-                 std::shared_ptr<CountingProcessGroup> counting, const LoopSwitches& switches)
+  ShardedTrainer(std::shared_ptr<BenchModel> model, const LoopSwitches& switches, ShardPlan plan)
       : Trainer(model, switches),
-        counting_(std::move(counting)),
+        counting_(count_in(plan)),
         sharded_(fully_shard(std::move(model), plan)),
         adamw_(sharded_->parameters(), adamw_options()),
         optimizer_(sharded_, adamw_) {}
 
-  KeptBytes kept() const override { return kept_of(optimizer_.memory()); }
+  ShardMemory kept() const override { return optimizer_.memory(); }
   int64_t bytes_sent() const override { return counting_->counts().bytes_sent(); }
 
  private:
@@ -83,14 +81,13 @@ class ShardedTrainer : public Trainer {
 
 class FairscaleTrainer : public Trainer {
  public:
-  FairscaleTrainer(std::shared_ptr<BenchModel> model, std::optional<int64_t> unit_bytes,
-                   std::shared_ptr<CountingProcessGroup> counting)
+  FairscaleTrainer(std::shared_ptr<BenchModel> model, ShardPlan plan)
       : Trainer(model, {}),
-        counting_(std::move(counting)),
+        counting_(count_in(plan)),
         optimizer_(model->parameters(), adamw_options(), {.group = counting_}),
-        model_(std::move(model), optimizer_, options_of(unit_bytes)) {}
+        model_(std::move(model), optimizer_, options_of(plan.unit_bytes)) {}
 
-  KeptBytes kept() const override { return kept_of(optimizer_.memory()); }
+  ShardMemory kept() const override { return optimizer_.memory(); }
   int64_t bytes_sent() const override { return counting_->counts().bytes_sent(); }
 
  private:
@@ -137,8 +134,8 @@ class LocalTrainer : public Trainer {
     }
   }
 
-  KeptBytes kept() const override {
-    KeptBytes kept;
+  ShardMemory kept() const override {
+    ShardMemory kept;
     kept.parameters = bytes_of(parameters_);
     for (const auto& parameter : parameters_) kept.gradients += bytes_of({parameter.grad()});
     kept.optimizer_state = bytes_of(exp_avgs_) + bytes_of(exp_avg_sqs_) + bytes_of(state_steps_);
@@ -182,25 +179,26 @@ TrainedStep Trainer::step(const Batch& batch) {
   const int parts = switches_.accumulate ? 2 : 1;
   const auto inputs = batch.inputs.chunk(parts), targets = batch.targets.chunk(parts);
   Tensor loss, sum;  // `loss` keeps its graph until the next one, or the end of the step
-  StepParts seconds;
+  StepParts seconds{};
+  auto& [zero_grad_s, forward_s, backward_s, clip_s, optimizer_s, evaluation_s] = seconds;
   LapClock clock;
   zero_grad();
-  seconds.zero_grad = clock.lap();
+  zero_grad_s = clock.lap();
   for (int part = 0; part < parts; ++part) {
     loss = model().loss({inputs[part], targets[part]});
     if (parts > 1) loss = loss / parts;
-    seconds.forward += clock.lap();
+    forward_s += clock.lap();
     backward(loss, part + 1 == parts);
     sum = sum.defined() ? sum + loss.detach() : loss.detach();
-    seconds.backward += clock.lap();
+    backward_s += clock.lap();
   }
   if (switches_.clip) clip(kMaxNorm);
-  seconds.clip = clock.lap();
+  clip_s = clock.lap();
   if (switches_.schedule) set_learning_rate(kLearningRate / (1 + kLearningRateDecay * steps_));
   update();
-  seconds.optimizer = clock.lap();
+  optimizer_s = clock.lap();
   if (++steps_ % kEvaluateEvery == 0 && switches_.evaluate) evaluate(batch);
-  seconds.evaluation = clock.lap();
+  evaluation_s = clock.lap();
   return {.loss = sum, .seconds = seconds};
 }
 
@@ -213,14 +211,11 @@ void Trainer::evaluate(const Batch& batch) {
 
 std::unique_ptr<Trainer> make_sharded_trainer(std::shared_ptr<BenchModel> model,
                                               const LoopSwitches& switches, ShardPlan plan) {
-  auto counting = counting_process_group(plan.process_group);
-  plan.process_group = counting;
-  return std::make_unique<ShardedTrainer>(std::move(model), plan, std::move(counting), switches);
+  return std::make_unique<ShardedTrainer>(std::move(model), switches, std::move(plan));
 }
 
 std::unique_ptr<Trainer> make_fairscale_trainer(std::shared_ptr<BenchModel> model, ShardPlan plan) {
-  auto counting = counting_process_group(plan.process_group);
-  return std::make_unique<FairscaleTrainer>(std::move(model), plan.unit_bytes, std::move(counting));
+  return std::make_unique<FairscaleTrainer>(std::move(model), std::move(plan));
 }
 
 std::unique_ptr<Trainer> make_local_trainer(std::shared_ptr<BenchModel> model,

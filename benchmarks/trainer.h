@@ -1,41 +1,21 @@
 #pragma once
 
 #include <tessera/comm/process_group.h>
+#include <tessera/engine/fully_shard.h>
 #include <tessera/engine/shard_plan.h>
-#include <tessera/engine/sharded_optimizer.h>
 
+#include <array>
 #include <memory>
-#include <utility>
 
 #include "benchmarks/workload.h"
 
 namespace tessera::tools {
 
-/// Bytes that one process keeps between steps, and the peaks of a sharded one on top of them.
-struct KeptBytes {
-  int64_t parameters = 0;
-  int64_t gradients = 0;
-  int64_t optimizer_state = 0;
-  int64_t peak_unsharded = 0;
-  int64_t peak_in_flight = 0;
-};
-
-/// Seconds of the parts of one step, including waits for other ranks.
-struct StepParts {
-  double zero_grad = 0;
-  double forward = 0;  ///< the loss, too
-  double backward = 0;
-  double clip = 0;
-  double optimizer = 0;
-  double evaluation = 0;
-};
-
-/// Its members by name, in the order in which a step runs them.
-inline constexpr std::pair<const char*, double StepParts::*> kStepParts[] = {
-    {"zero_grad", &StepParts::zero_grad}, {"forward", &StepParts::forward},
-    {"backward", &StepParts::backward},   {"clip", &StepParts::clip},
-    {"optimizer", &StepParts::optimizer}, {"evaluation", &StepParts::evaluation},
-};
+/// The parts of a step, in the order in which it runs them.
+inline constexpr std::array kStepParts = {"zero_grad", "forward",   "backward",
+                                          "clip",      "optimizer", "evaluation"};
+/// Their seconds, including waits for other ranks. `forward` includes the loss.
+using StepParts = std::array<double, kStepParts.size()>;
 
 struct TrainedStep {
   torch::Tensor loss;
@@ -53,7 +33,8 @@ class Trainer {
   /// Measuring it costs only reads of the clock.
   TrainedStep step(const Batch& batch);
 
-  virtual KeptBytes kept() const = 0;
+  /// Returns what this process keeps between steps.
+  virtual ShardMemory kept() const = 0;
 
   /// Returns the bytes that this rank has sent so far.
   virtual int64_t bytes_sent() const = 0;

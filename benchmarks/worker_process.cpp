@@ -4,40 +4,40 @@
 #include <poll.h>
 #include <signal.h>
 #include <spawn.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <filesystem>
-#include <memory>
+#include <iostream>
+#include <sstream>
 #include <system_error>
 #include <thread>
+
+#include "launcher/child.h"
 
 namespace tessera::tools {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-std::vector<char*> pointers(std::vector<std::string>& strings) {
-  std::vector<char*> result;
-  for (auto& string : strings) result.push_back(string.data());
-  result.push_back(nullptr);
-  return result;
-}
-
 void check_system(bool ok, int error, const char* what) {
   if (!ok) throw std::system_error(error, std::generic_category(), what);
 }
 
-pid_t spawn(std::vector<std::string> command, std::vector<std::string> environment, int fd) {
+pid_t spawn(const std::vector<std::string>& command, const std::vector<std::string>& environment,
+            int fd) {
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_adddup2(&actions, fd, STDIN_FILENO);
   posix_spawn_file_actions_adddup2(&actions, fd, STDOUT_FILENO);
   pid_t pid = -1;
-  const int error = ::posix_spawnp(&pid, command.front().c_str(), &actions, nullptr,
-                                   pointers(command).data(), pointers(environment).data());
+  const int error =
+      ::posix_spawnp(&pid, command.front().c_str(), &actions, nullptr,
+                     argument_pointers(command).data(), argument_pointers(environment).data());
   posix_spawn_file_actions_destroy(&actions);
   check_system(error == 0, error, ("cannot start '" + command.front() + "'").c_str());
   return pid;
@@ -47,15 +47,15 @@ pid_t spawn(std::vector<std::string> command, std::vector<std::string> environme
 
 std::string this_program() { return std::filesystem::read_symlink("/proc/self/exe"); }
 
-WorkerProcess::WorkerProcess(std::string name, std::vector<std::string> command,
-                             std::vector<std::string> environment)
+WorkerProcess::WorkerProcess(std::string name, const std::vector<std::string>& command,
+                             const std::vector<std::string>& environment)
     : name_(std::move(name)) {
   int ends[2];
   check_system(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, errno,
                "cannot connect to a worker process");
   socket_ = UniqueFd(ends[0]);
   const UniqueFd theirs(ends[1]);
-  pid_ = spawn(std::move(command), std::move(environment), theirs.get());
+  pid_ = spawn(command, environment, theirs.get());
 }
 
 WorkerProcess::~WorkerProcess() {
@@ -119,6 +119,22 @@ std::vector<nlohmann::json> ask(WorkerProcesses& workers, const std::string& com
                 " must answer '", command, "' within ", timeout.count(), " s");
   }
   return answers;
+}
+
+int serve_commands(
+    const std::function<nlohmann::json(const std::string& verb, int64_t number)>& answer) {
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  const int answers = ::dup(STDOUT_FILENO);
+  ::dup2(STDERR_FILENO, STDOUT_FILENO);
+  for (std::string line; std::getline(std::cin, line);) {
+    std::istringstream words(line);
+    std::string verb;
+    int64_t number = 0;
+    words >> verb >> number;
+    const auto text = answer(verb, number).dump() + "\n";
+    if (::write(answers, text.data(), text.size()) != static_cast<ssize_t>(text.size())) return 1;
+  }
+  return 0;
 }
 
 }  // namespace tessera::tools

@@ -3,6 +3,7 @@
 #include <sys/types.h>
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -17,8 +18,8 @@ class WorkerProcess {
  public:
   /// Runs `command`, the program first. `name` identifies the process in errors. Throws
   /// `std::system_error`.
-  WorkerProcess(std::string name, std::vector<std::string> command,
-                std::vector<std::string> environment);
+  WorkerProcess(std::string name, const std::vector<std::string>& command,
+                const std::vector<std::string>& environment);
 
   /// Closes the connection and waits for the process to end; kills it after 10 seconds.
   ~WorkerProcess();
@@ -54,5 +55,14 @@ using WorkerProcesses = std::vector<std::unique_ptr<WorkerProcess>>;
 /// worker, if one ends, or if an answer does not arrive within `timeout`.
 std::vector<nlohmann::json> ask(WorkerProcesses& workers, const std::string& command,
                                 std::chrono::seconds timeout);
+
+/// The worker's side of `ask()`: reads commands ("train 3") from stdin, one a line, until its end,
+/// and writes what `answer` returns for each to stdout, as a line of JSON. Other output goes to
+/// stderr. While idle, it waits in `read()` and uses no processor time. The process ends with its
+/// parent.
+///
+/// Returns the exit status; errors of `answer` pass through.
+int serve_commands(
+    const std::function<nlohmann::json(const std::string& verb, int64_t number)>& answer);
 
 }  // namespace tessera::tools

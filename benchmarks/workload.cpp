@@ -149,11 +149,6 @@ void check_numel(const BenchModel& model, int64_t expected) {
 
 }  // namespace
 
-const std::vector<std::string>& workload_names() {
-  static const std::vector<std::string> names = {"tiny", "small", "medium", "mlp"};
-  return names;
-}
-
 std::shared_ptr<BenchModel> make_bench_model(const std::string& workload,
                                              const LoopSwitches& switches) {
   std::shared_ptr<BenchModel> model;

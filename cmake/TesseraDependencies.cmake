@@ -53,6 +53,15 @@ if(TESSERA_BUILD_TESTS)
                        FIND_PACKAGE_ARGS NAMES GTest)
   FetchContent_MakeAvailable(googletest)
 endif()
+if(TESSERA_BUILD_TESTS AND TESSERA_BUILD_TOOLS)
+  set(BENCHMARK_ENABLE_TESTING OFF)
+  set(BENCHMARK_ENABLE_INSTALL OFF)
+  set(BENCHMARK_ENABLE_WERROR OFF)
+  # v1.7.1
+  FetchContent_Declare(benchmark GIT_REPOSITORY https://github.com/google/benchmark.git
+                       GIT_TAG d572f4777349d43653b21d6c2fc63020ab326db2 FIND_PACKAGE_ARGS)
+  FetchContent_MakeAvailable(benchmark)
+endif()
 
 # NCCL is compiled in if LibTorch has CUDA and the headers are there: those of a CUDA toolkit and of NCCL, or of the Python
 # wheels that pip installs with LibTorch's.

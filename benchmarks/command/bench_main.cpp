@@ -7,7 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "bench_commands.h"
+#include "benchmarks/link_bench.h"
+#include "benchmarks/step_bench.h"
 #include "command/command_line.h"
 #include "interop/command/ckpt_command.h"
 #include "planner/command/plan_command.h"
@@ -26,15 +27,9 @@ int main(int argc, char** argv) {
   int exit_code = 0;
   CLI::App app("Tessera: sharded training for LibTorch", "tessera");
   app.set_version_flag("--version", facts_of_library, "Prints the facts of the library");
-  CLI::App* bench = app.add_subcommand(
-      "bench", "Measures collectives, training steps, operators, optimizers and checkpoints");
-  tessera::tools::add_comm_bench(*bench, exit_code);
+  CLI::App* bench = app.add_subcommand("bench", "Measures training steps");
   tessera::tools::add_step_bench(*bench, exit_code);
   tessera::tools::add_link_bench(*bench, exit_code);
-  tessera::tools::add_dispatch_bench(*bench, exit_code);
-  tessera::tools::add_optim_bench(*bench, exit_code);
-  tessera::tools::add_ranks_bench(*bench, exit_code);
-  tessera::tools::add_ckpt_bench(*bench, exit_code);
   tessera::tools::add_plan(app, exit_code);
   tessera::tools::add_ckpt(app, exit_code);
   return tessera::tools::run_command_line(app, {argv + 1, argv + argc}, exit_code);

@@ -70,7 +70,7 @@ int main(int argc, char** argv) {
   tessera::tools::add_run(app, command, exit_code);
   // Listed for the help.
   app.add_subcommand("flight", "Shows the flight records that ranks left in a folder");
-  app.add_subcommand("bench", "Measures collectives, training steps, operators and checkpoints");
+  app.add_subcommand("bench", "Measures training steps");
   app.add_subcommand("plan", "Computes the memory and traffic of each rank");
   app.add_subcommand("ckpt", "Looks at checkpoints, and converts them");
   add_version(app);

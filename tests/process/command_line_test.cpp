@@ -13,7 +13,7 @@ ProgramEnd tool(const Command& arguments) { return run_program(with({TESSERA_CLI
 
 TEST(CommandLine, PrintsHelpAloneAndForEachCommand) {
   for (const Command& arguments :
-       {Command{}, {"--help"}, {"bench"}, {"run", "--help"}, {"bench", "comm", "--help"}}) {
+       {Command{}, {"--help"}, {"bench"}, {"run", "--help"}, {"bench", "step", "--help"}}) {
     const auto end = tool(arguments);
     EXPECT_EQ(end.status, 0) << end.err;
     EXPECT_TRUE(contains(end.out, "Usage: tessera")) << end.out;

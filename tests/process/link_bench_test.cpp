@@ -69,13 +69,13 @@ TEST(LinkBench, MeasuresOneRankAHostAndTwo) {
 TEST(LinkBench, RefusesWhatItCannotMeasure) {
   for (const auto& [arguments, words] : std::vector<std::pair<Command, std::string>>{
            {{"--hosts", "1"}, "--hosts must be from 2"},
-           {{"--ranks-per-host", "0"}, "--ranks-per-host must be at least 1"},
+           {{"--ranks-per-host", "0"}, "--ranks-per-host"},
            {{"--mbit", "-1"}, "--mbit must be positive"},
            {{"--congestion", "none; ls"},
             "--congestion must be one that /proc/sys/net/ipv4/tcp_allowed_congestion_control "
             "names"},
-           {{"--against", "horovod"}, "--against must name fsdp2 or ddp"},
-           {{"--level", "all"}, "--level must be a level"}}) {
+           {{"--against", "horovod"}, "--against: horovod not in {fsdp2,ddp}"},
+           {{"--level", "all"}, "--level: all not in {none,os,os_g,p_g_os}"}}) {
     const auto end = measured(arguments);
     EXPECT_NE(end.status, 0);
     EXPECT_TRUE(contains(end.err, words)) << end.err;

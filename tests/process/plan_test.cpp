@@ -196,25 +196,6 @@ TEST(Plan, AnswersWrongUsageWithStatusTwo) {
   EXPECT_EQ(plan({"--help"}).status, 0);
 }
 
-TEST(RanksBench, PrintsTheTimesOfEachNumberOfRanks) {
-  const Command arguments = {TESSERA_CLI, "bench",    "ranks",   "--ranks", "2",
-                             "1024",      "--layers", "2",       "--width", "16",
-                             "--rounds",  "1",        "--steps", "1",       "--json"};
-  const auto end = run_program(arguments);
-  ASSERT_EQ(end.status, 0) << end.err;
-  const json results = json::parse(end.out).at("results");
-  ASSERT_EQ(results.size(), 2U);
-  EXPECT_EQ(results[1].at("ranks"), 1024);
-  for (const json& result : results) {
-    const double passes = result.at("passes_ms").at("least"),
-                 optimizer = result.at("optimizer_ms").at("least"),
-                 step = result.at("step_ms").at("least");
-    EXPECT_GT(passes, 0);
-    EXPECT_GT(optimizer, 0);
-    EXPECT_NEAR(step, passes + optimizer, 1e-9);
-  }
-}
-
 // Two units of 1 MB over a link of 1 MB/s: their reductions and gathers send 2 MB from each host.
 TEST(Plan, PredictsTheTimeOfAStep) {
   const Command job = {"--parameters", "524288", "--layers", "2",     "--unit-bytes", "0",
