@@ -1,6 +1,5 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <fnmatch.h>
 #include <tessera/parallel/distribute_module.h>
 #include <tessera/parallel/parallelize.h>
@@ -16,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/files/untrusted.h"
 #include "engine/unit/agreement.h"
 #include "parallel/move_placement.h"
 #include "tensor/dist_meta.h"
@@ -28,8 +28,6 @@ namespace {
 using torch::nn::EmbeddingImpl;
 using torch::nn::LinearImpl;
 using torch::nn::Module;
-
-constexpr size_t kMostNames = 12;  // in a message
 
 // --- patterns ------------------------------------------------------------------------------------
 
@@ -66,12 +64,9 @@ std::vector<NamedModule> modules_of(Module& root) {
 std::string some_names(const std::vector<NamedModule>& modules) {
   std::vector<std::string> names;
   for (const NamedModule& item : modules) {
-    if (!item.name.empty() && names.size() < kMostNames) names.push_back("'" + item.name + "'");
+    if (!item.name.empty()) names.push_back("'" + item.name + "'");
   }
-  if (names.empty()) return "no submodules";
-  const size_t rest = modules.size() - 1 - names.size();
-  return fmt::format("{}{}", fmt::join(names, ", "),
-                     rest > 0 ? fmt::format(" and {} more", rest) : "");
+  return names.empty() ? "no submodules" : shortened(names);
 }
 
 // --- styles --------------------------------------------------------------------------------------
