@@ -9,33 +9,22 @@
 
 namespace tessera {
 
-ExportedModel::ExportedModel(const std::filesystem::path& path, const ExportOptions& options)
-    : options_(options), reader_(path), index_(reader_.index()) {
+ExportedModel::ExportedModel(const std::filesystem::path& path, ExportOptions options,
+                             bool with_state)
+    : options_(std::move(options)), reader_(path), index_(reader_.index()) {
   std::erase_if(index_.tensors, [&](const TensorRecord& record) {
-    return !is_of_model(record) && !(record.kind == "state" && !options.optimizer_key.empty());
+    return !is_of_model(record) && !(with_state && record.kind == "state");
   });
-  const NameRules rules(options.rename, "options.rename");
+  const NameRules rules(options_.rename, "options.rename");
   rename_tensors(index_, path.string(), [&](const std::string& name) { return rules.apply(name); });
-  TORCH_CHECK_VALUE(
-      options.optimizer_key.empty() || index_.optimizer,
-      "[export_checkpoint] options.optimizer_key needs a checkpoint with an optimizer; '",
-      path.string(), "' was saved without one");
   TORCH_CHECK_VALUE(index_.models.empty(), "[export_checkpoint] '", path.string(),
                     "' holds several models: export each from its subdirectory, such as '",
                     index_.models.empty() ? "" : (path / index_.models.front()).string(), "'");
   for (const TensorRecord& record : index_.tensors) {
     reader_.check(record);
     total_ += record.nbytes();
-    is_of_model(record) ? tensors_.push_back(&record)
-                        : states_[record.names.front()].push_back(&record);
   }
   if (options_.progress) options_.progress(0, total_);
-}
-
-const std::vector<const TensorRecord*>& ExportedModel::states_of(const std::string& param) const {
-  static const std::vector<const TensorRecord*> kNone;
-  const auto it = states_.find(param);
-  return it == states_.end() ? kNone : it->second;
 }
 
 std::string ExportedModel::dtype_of(const TensorRecord& record) const {
@@ -53,6 +42,27 @@ at::Tensor ExportedModel::read(const TensorRecord& record) {
   done_ += record.nbytes();
   if (options_.progress) options_.progress(done_, total_);
   return value.to(scalar_type_of(dtype_of(record)));
+}
+
+CheckpointTensors::CheckpointTensors(const std::filesystem::path& path, bool with_state,
+                                     const ExportOptions& options)
+    : model_(std::make_unique<ExportedModel>(path, options, with_state)) {}
+
+CheckpointTensors::~CheckpointTensors() = default;
+
+std::string CheckpointTensors::index() const {
+  CheckpointIndex index = model_->index();
+  for (TensorRecord& record : index.tensors) {
+    record.dtype = model_->dtype_of(record);
+    record.chunks.clear();
+  }
+  return to_json(index);
+}
+
+at::Tensor CheckpointTensors::read(size_t number) {
+  TORCH_CHECK_VALUE(number < model_->tensors().size(), "[CheckpointTensors] there are ",
+                    model_->tensors().size(), " tensors; got number ", number);
+  return model_->read(model_->tensors()[number]);
 }
 
 }  // namespace tessera

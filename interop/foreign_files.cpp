@@ -10,12 +10,14 @@
 #include "base/files/untrusted.h"
 #include "checkpoint/model_files.h"
 #include "checkpoint/safetensors.h"
+#include "interop/torch_file.h"
 
 namespace tessera {
 namespace {
 
 namespace fs = std::filesystem;
 
+constexpr const char* kDcpMetadata = ".metadata";
 constexpr const char* kTorchIndexExtension = ".bin.index.json";
 constexpr const char* kTorchModel = "pytorch_model.bin";
 constexpr const char* kTorchModelIndex = "pytorch_model.bin.index.json";
@@ -54,6 +56,17 @@ class TorchSource final : public ChunkSource {
   mutable std::string held_key_;
   mutable at::Tensor held_;
 };
+
+// Adds a tensor that is stored whole, row by row, in a file of this name.
+void add_foreign_tensor(CheckpointIndex& index, std::vector<std::string> names,
+                        const std::string& dtype, std::vector<int64_t> shape,
+                        const std::string& file, const std::string& key) {
+  TensorRecord record =
+      contiguous_record("tensor", std::move(names), std::move(shape), scalar_type_of(dtype));
+  const int64_t numel = record.numel();
+  if (numel > 0) record.chunks = {{file, key, Region{0, numel}}};
+  index.tensors.push_back(std::move(record));
+}
 
 using Sources = std::map<std::string, std::shared_ptr<const ChunkSource>>;
 
@@ -111,8 +124,7 @@ ForeignFiles open_torch(const fs::path& path) {
     for (const auto& [file, names] : files_of_index(path))
       add_torch_file(std::make_shared<TorchFile>(file), &names, files.index, sources);
   } else {
-    files.torch_file = std::make_shared<TorchFile>(path);
-    add_torch_file(files.torch_file, nullptr, files.index, sources);
+    add_torch_file(std::make_shared<TorchFile>(path), nullptr, files.index, sources);
   }
   check_twice(files.index, path);
   files.open = opener_of(std::move(sources));
@@ -133,19 +145,13 @@ fs::path torch_model_in(const fs::path& directory) {
 
 }  // namespace
 
-void add_foreign_tensor(CheckpointIndex& index, std::vector<std::string> names,
-                        const std::string& dtype, std::vector<int64_t> shape,
-                        const std::string& file, const std::string& key) {
-  TensorRecord record =
-      contiguous_record("tensor", std::move(names), std::move(shape), scalar_type_of(dtype));
-  const int64_t numel = record.numel();
-  if (numel > 0) record.chunks = {{file, key, Region{0, numel}}};
-  index.tensors.push_back(std::move(record));
-}
-
 ForeignFiles open_foreign(const fs::path& path) {
   if (fs::is_directory(path)) {
-    if (is_dcp(path)) return open_dcp(path);
+    TORCH_CHECK_VALUE(
+        !fs::exists(path / kDcpMetadata), "[checkpoint] '", path.string(),
+        "' is a directory of torch.distributed.checkpoint, which Python reads: make a "
+        "checkpoint of it by `python -m tessera.exchange import '",
+        path.string(), "' CKPT`, and load that");
     const fs::path model = torch_model_in(path);
     return model.empty() ? open_safetensors(path) : open_torch(model);
   }

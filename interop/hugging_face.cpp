@@ -26,11 +26,11 @@ struct ModelShard {
 std::vector<ModelShard> shards_of(const ExportedModel& model) {
   const int64_t most = model.options().max_shard_bytes.value_or(kUsualShardBytes);
   std::vector<ModelShard> shards(1);
-  for (const TensorRecord* record : model.tensors()) {
-    const int64_t nbytes = model.nbytes_of(*record);
+  for (const TensorRecord& record : model.tensors()) {
+    const int64_t nbytes = model.nbytes_of(record);
     if (!shards.back().tensors.empty() && shards.back().nbytes > most - std::min(nbytes, most))
       shards.emplace_back();
-    shards.back().tensors.push_back(record);
+    shards.back().tensors.push_back(&record);
     shards.back().nbytes = checked_sum(shards.back().nbytes, nbytes);
   }
   return shards;
@@ -66,7 +66,9 @@ void write_index(const std::filesystem::path& directory, const std::vector<Model
 }  // namespace
 
 void write_safetensors(const std::filesystem::path& file, ExportedModel& model) {
-  write_shard(file, {.tensors = model.tensors()}, model);
+  ModelShard all;
+  for (const TensorRecord& record : model.tensors()) all.tensors.push_back(&record);
+  write_shard(file, all, model);
 }
 
 void write_hugging_face(const std::filesystem::path& directory, ExportedModel& model) {

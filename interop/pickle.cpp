@@ -16,6 +16,17 @@ constexpr int kMostPickleDepth = 100;
 // One dict of tensors may be in several dicts (`model` and `ema`, say).
 constexpr int kMostPlaces = 8;
 
+// The index of a checkpoint accepts no other names.
+void check_tensor_name(std::string_view name) {
+  TORCH_CHECK_VALUE(name.size() <= kMostNameBytes, "the name '", shortened(name), "' must have ",
+                    kMostNameBytes, " bytes at most; it has ", name.size());
+  try {
+    static_cast<void>(nlohmann::json(name).dump());
+  } catch (const nlohmann::json::exception&) {
+    TORCH_CHECK_VALUE(false, "the name of a tensor must be UTF-8; got other bytes");
+  }
+}
+
 // Collects the tensors of a dict and of the dicts in it.
 class DictWalk {
  public:
@@ -74,17 +85,6 @@ class DictWalk {
 };
 
 }  // namespace
-
-// The index of a checkpoint accepts no other names.
-void check_tensor_name(std::string_view name) {
-  TORCH_CHECK_VALUE(name.size() <= kMostNameBytes, "the name '", shortened(name), "' must have ",
-                    kMostNameBytes, " bytes at most; it has ", name.size());
-  try {
-    static_cast<void>(nlohmann::json(name).dump());
-  } catch (const nlohmann::json::exception&) {
-    TORCH_CHECK_VALUE(false, "the name of a tensor must be UTF-8; got other bytes");
-  }
-}
 
 std::vector<std::pair<std::string, PickledTensor>> named_tensors(const Pickle& pickle) {
   TORCH_CHECK_VALUE(pickle.root().is(PickleValue::Kind::kDict), "it must hold a dict of tensors");

@@ -1,16 +1,12 @@
 #pragma once
 
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "interop/pickle_machine.h"
 
 namespace tessera {
-
-/// Throws `c10::ValueError` for a name that a checkpoint can't have: a long one, or not UTF-8.
-void check_tensor_name(std::string_view name);
 
 /// Returns the tensors of a pickled dict by name, in its order; those of dicts in it as
 /// `OUTER.INNER`. Leaves out values that are no tensors.

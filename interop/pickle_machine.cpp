@@ -17,8 +17,7 @@ namespace {
 //
 // A pickle is a program for a machine with a stack and a memo. Python's machine runs the functions
 // that the program names; this one knows a handful of names, and represents other values by a
-// placeholder that is left out of the result. Objects of a few classes are represented by their
-// class's name and their state, as plain data.
+// placeholder that is left out of the result.
 //
 // A program of a few bytes can make values that hold each other, or hold the same value 2^60 times,
 // or are a million levels deep. So values are owned by one list and refer to each other by plain
@@ -54,21 +53,6 @@ std::string_view storage_dtype(std::string_view storage_class) {
   });
   return it == kStorages.end() ? std::string_view() : it->second;
 }
-
-// The classes whose objects are represented. They are names: no class is looked up anywhere.
-constexpr const char* kDcpMetadata = "torch.distributed.checkpoint.metadata";
-constexpr const char* kDcpFiles = "torch.distributed.checkpoint.filesystem";
-constexpr std::array<std::pair<std::string_view, std::string_view>, 9> kClasses = {{
-    {kDcpMetadata, "Metadata"},
-    {kDcpMetadata, "MetadataIndex"},
-    {kDcpMetadata, "TensorStorageMetadata"},
-    {kDcpMetadata, "BytesStorageMetadata"},
-    {kDcpMetadata, "ChunkStorageMetadata"},
-    {kDcpMetadata, "TensorProperties"},
-    {kDcpMetadata, "StorageMeta"},
-    {kDcpFiles, "_StorageInfo"},
-    {kDcpFiles, "_StoragePrefix"},
-}};
 
 }  // namespace
 
@@ -193,7 +177,7 @@ class PickleMachine {
       case 'M': push(values_.make(Kind::kInt, program_.number<uint16_t>())); return;
       case 'J': push(values_.make(Kind::kInt, program_.number<int32_t>())); return;
       case '\x8a': push_long(); return;
-      case 'G': push_real(); return;
+      case 'G': program_.take(8); push(values_.make(Kind::kOther)); return;  // a real
       case 'X': push(values_.make(Kind::kText, 0, program_.take(program_.number<uint32_t>()))); return;
       case '\x8c': push(values_.make(Kind::kText, 0, program_.take(program_.number<uint8_t>()))); return;
       case 'c': push_named_global(); return;
@@ -206,7 +190,7 @@ class PickleMachine {
       case 'Q': push_storage(*pop(Kind::kTuple)); return;
       case 'R': push_result(); return;
       case '\x81': push_object(); return;
-      case 'b': set_state(); return;
+      case 'b': pop(); return;  // attributes, such as a state dict's _metadata, are left out
       case '0': pop(); return;
       default: refuse("operation " + std::to_string(static_cast<unsigned char>(code)));
     }
@@ -221,27 +205,10 @@ class PickleMachine {
     push(values_.make(Kind::kInt, value));
   }
 
-  // The bytes of a real are in descending order.
-  void push_real() {
-    const std::string_view bytes = program_.take(8);
-    PickleValue* const value = values_.make(Kind::kReal);
-    std::reverse_copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(&value->real));
-    push(value);
-  }
-
   void push_object() {
     pop();  // the arguments of __new__
-    const PickleValue& made = *pop();
-    const bool is_known =
-        made.is(Kind::kGlobal) && std::find(kClasses.begin(), kClasses.end(),
-                                            std::pair(made.module, made.text)) != kClasses.end();
-    push(is_known ? values_.make(Kind::kObject, 0, made.text, made.module)
-                  : values_.make(Kind::kOther));
-  }
-  // Attributes of other values, such as a state dict's _metadata, are left out.
-  void set_state() {
-    PickleValue* const state = pop();
-    if (top().is(Kind::kObject)) top().items = {state};
+    pop();  // the class
+    push(values_.make(Kind::kOther));
   }
 
   void push_named_global() {
@@ -317,8 +284,6 @@ class PickleMachine {
       push(make_tensor(given));
     } else if (function.is_global("torch._utils", "_rebuild_parameter") && !given.empty()) {
       push(given[0]);
-    } else if (function.is_global("torch", "Size") && given.size() == 1 && given[0]->is_list()) {
-      push(given[0]);
     } else {
       if (function.text.find("_rebuild") != std::string_view::npos)
         refuse("a tensor that needs '" + global_text(function) + "'");
@@ -334,44 +299,6 @@ class PickleMachine {
 
 }  // namespace
 
-const PickleValue* PickleValue::find(std::string_view key) const {
-  if (is(Kind::kObject))
-    return items.empty() || !items[0]->is(Kind::kDict) ? nullptr : items[0]->find(key);
-  if (!is(Kind::kDict)) return nullptr;
-  for (size_t i = 0; i + 1 < items.size(); i += 2)
-    if (items[i]->is(Kind::kText) && items[i]->text == key) return items[i + 1];
-  return nullptr;
-}
-
-const PickleValue& PickleValue::at(std::string_view key) const {
-  const PickleValue* const value = find(key);
-  TORCH_CHECK_VALUE(value, "it has no '", shortened(key), "' where one is expected");
-  return *value;
-}
-
-std::string PickleValue::string() const {
-  TORCH_CHECK_VALUE(is(Kind::kText), "a text is expected where it has another value");
-  return std::string(text);
-}
-
-int64_t PickleValue::whole() const {
-  TORCH_CHECK_VALUE(is(Kind::kInt), "a whole number is expected where it has another value");
-  return number;
-}
-
-std::vector<int64_t> PickleValue::sizes() const {
-  TORCH_CHECK_VALUE(is_list() && items.size() <= CheckedShape::kMostDims, "at most ",
-                    CheckedShape::kMostDims, " sizes are expected where it has another value");
-  std::vector<int64_t> result;
-  for (const PickleValue* item : items) result.push_back(item->whole());
-  return result;
-}
-
-std::optional<double> PickleValue::as_number() const {
-  if (is(Kind::kInt)) return static_cast<double>(number);
-  return is(Kind::kReal) ? std::optional(real) : std::nullopt;
-}
-
 Pickle::Pickle(std::string program) : program_(std::move(program)) {
   TORCH_CHECK_VALUE(program_.size() <= kMostProgramBytes, "its program must have ",
                     kMostProgramBytes, " bytes at most; it has ", program_.size());
@@ -383,14 +310,6 @@ Pickle::~Pickle() = default;
 
 const PickledTensor& Pickle::tensor(const PickleValue& value) const {
   return values_->tensor(value);
-}
-
-bool is_pickled_dtype(const std::string& dtype) { return !storage_class_of(dtype).empty(); }
-
-std::string storage_class_of(const std::string& dtype) {
-  for (const auto& [storage, name] : kStorages)
-    if (name == dtype) return std::string(storage);
-  return "";
 }
 
 }  // namespace tessera

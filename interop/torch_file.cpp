@@ -40,9 +40,10 @@ constexpr uint16_t kSizes64 = 1;        // the extra field with numbers of 64 bi
 // Enough for a million records with names of 200 bytes.
 constexpr int64_t kMostListBytes = int64_t{256} << 20;
 
-std::string read_bytes(const FileRange& file, int64_t offset, int64_t nbytes) {
-  TORCH_CHECK_VALUE(is_inside(offset, nbytes, file.nbytes), "it must have ", nbytes,
-                    " bytes from byte ", offset, " on; it has ", file.nbytes);
+std::string read_bytes(const File& file, int64_t offset, int64_t nbytes) {
+  const int64_t size = file.nbytes();
+  TORCH_CHECK_VALUE(is_inside(offset, nbytes, size), "it must have ", nbytes, " bytes from byte ",
+                    offset, " on; it has ", size);
   std::string bytes(static_cast<size_t>(nbytes), '\0');
   file.read(bytes.data(), bytes.size(), offset);
   return bytes;
@@ -56,7 +57,7 @@ int64_t place(ByteReader& bytes) {
   return static_cast<int64_t>(value);
 }
 
-std::optional<TorchFile::Record> find_list64(const FileRange& file, int64_t end) {
+std::optional<TorchFile::Record> find_list64(const File& file, int64_t end) {
   if (end < kEnd64PlaceBytes) return std::nullopt;
   const std::string text = read_bytes(file, end - kEnd64PlaceBytes, kEnd64PlaceBytes);
   ByteReader where(text);
@@ -70,8 +71,8 @@ std::optional<TorchFile::Record> find_list64(const FileRange& file, int64_t end)
   return TorchFile::Record{place(bytes), nbytes};
 }
 
-TorchFile::Record find_list(const FileRange& file) {
-  const int64_t nbytes = file.nbytes, looked_at = std::min(nbytes, kEndBytes + kMostComment);
+TorchFile::Record find_list(const File& file) {
+  const int64_t nbytes = file.nbytes(), looked_at = std::min(nbytes, kEndBytes + kMostComment);
   const std::string tail = read_bytes(file, nbytes - looked_at, looked_at);
   for (int64_t begin = looked_at - kEndBytes; begin >= 0; --begin) {
     ByteReader bytes(std::string_view(tail).substr(static_cast<size_t>(begin)));
@@ -124,23 +125,23 @@ Listed read_listed(ByteReader& bytes) {
   return record;
 }
 
-TorchFile::Record find_bytes(const FileRange& file, const Listed& listed) {
+TorchFile::Record find_bytes(const File& file, const Listed& listed) {
   const std::string header = read_bytes(file, listed.header, kHeaderBytes);
   ByteReader bytes(header);
   TORCH_CHECK_VALUE(bytes.number<uint32_t>() == kHeader, "'", listed.name, "' has no header");
   bytes.take(22);
   const int64_t name = bytes.number<uint16_t>(), extras = bytes.number<uint16_t>();
   const int64_t offset = listed.header + kHeaderBytes + name + extras;
-  TORCH_CHECK_VALUE(is_inside(offset, listed.nbytes, file.nbytes), "'", listed.name,
-                    "' is cut off: it has ", listed.nbytes, " bytes at ", offset, " of ",
-                    file.nbytes);
+  const int64_t size = file.nbytes();
+  TORCH_CHECK_VALUE(is_inside(offset, listed.nbytes, size), "'", listed.name,
+                    "' is cut off: it has ", listed.nbytes, " bytes at ", offset, " of ", size);
   return {offset, listed.nbytes};
 }
 
 // Throws `c10::ValueError`, without the file's name, if the file is no zip file, or if records are
 // compressed or encrypted, overlap, or are not in the file. The names are without the folder that
 // contains all records of a file that `torch.save` made.
-std::map<std::string, TorchFile::Record> read_zip_list(const FileRange& file) {
+std::map<std::string, TorchFile::Record> read_zip_list(const File& file) {
   const TorchFile::Record list = find_list(file);
   TORCH_CHECK_VALUE(list.nbytes <= kMostListBytes, "its list of records has ", list.nbytes,
                     " bytes; expected ", kMostListBytes, " at most");
@@ -154,8 +155,8 @@ std::map<std::string, TorchFile::Record> read_zip_list(const FileRange& file) {
     const std::string name = listed.name.substr(listed.name.find('/') + 1);  // npos + 1 is 0
     TORCH_CHECK_VALUE(records.emplace(name, record).second, "it has '", listed.name, "' twice");
   }
-  TORCH_CHECK_VALUE(total <= file.nbytes, "its records have ", total, " bytes, and it has ",
-                    file.nbytes);
+  const int64_t size = file.nbytes();
+  TORCH_CHECK_VALUE(total <= size, "its records have ", total, " bytes, and it has ", size);
   return records;
 }
 
@@ -163,36 +164,18 @@ std::string record_of(const PickledTensor& tensor) { return "data/" + tensor.sto
 
 constexpr const char* kExpected = "must be a state dict as torch.save writes it since PyTorch 1.6";
 
-FileRange whole_file(const std::filesystem::path& path) {
-  auto file = std::make_shared<const File>(File::open_file(path));
-  const int64_t nbytes = file->nbytes();
-  return {std::move(file), 0, nbytes};
-}
-
 }  // namespace
 
-void FileRange::read(void* data, size_t count, int64_t at) const {
-  TORCH_CHECK_VALUE(is_inside(at, static_cast<int64_t>(count), nbytes), "it must have ", count,
-                    " bytes from byte ", at, " on; it has ", nbytes);
-  file->read(data, count, offset + at);
-}
-
-TorchFile::TorchFile(const std::filesystem::path& path) : TorchFile(whole_file(path)) {
+TorchFile::TorchFile(const std::filesystem::path& path) : file_(File::open_file(path)) {
   naming_file("import_checkpoint", path.string(), kExpected, [&] {
-    tensors_ = named_tensors(*pickle_);
+    records_ = read_zip_list(file_);
+    const std::string order = read_record("byteorder", 16, "little");
+    TORCH_CHECK_VALUE(order == "little", "it was written by a big-endian machine");
+    tensors_ = named_tensors(Pickle(read_record("data.pkl", kMostPickleBytes)));
     std::set<PickledTensor> seen;         // equal views are one tensor
     std::map<std::string, int64_t> used;  // bytes of the tensors of a storage
     for (const auto& [name, tensor] : tensors_)
       naming_part("'" + name + "'", [&, &tensor = tensor] { count_bytes(tensor, seen, used); });
-  });
-}
-
-TorchFile::TorchFile(FileRange range) : file_(std::move(range)) {
-  naming_file("import_checkpoint", file_.file->path(), kExpected, [&] {
-    records_ = read_zip_list(file_);
-    const std::string order = read_record("byteorder", 16, "little");
-    TORCH_CHECK_VALUE(order == "little", "it was written by a big-endian machine");
-    pickle_ = std::make_shared<Pickle>(read_record("data.pkl", kMostPickleBytes));
   });
 }
 
@@ -228,18 +211,14 @@ void TorchFile::count_bytes(const PickledTensor& tensor, std::set<PickledTensor>
                     " bytes of its storage; clone() the expanded tensors before torch.save");
 }
 
-const TorchFile::Record& TorchFile::check(const PickledTensor& tensor) const {
-  return *naming_file("import_checkpoint", path(), kExpected, [&] { return &storage_of(tensor); });
-}
-
 void TorchFile::read_bytes_of(const PickledTensor& tensor, int64_t offset, size_t nbytes,
                               void* out) const {
-  file_.read(out, nbytes, check(tensor).offset + tensor.offset * item_size(tensor.dtype) + offset);
+  file_.read(out, nbytes,
+             storage_of(tensor).offset + tensor.offset * item_size(tensor.dtype) + offset);
 }
 
 // Reads straight from the file, as torch.save does not compress, and only the tensor's elements.
 at::Tensor TorchFile::read(const PickledTensor& tensor) const {
-  check(tensor);  // before memory is allocated
   const int64_t count = CheckedShape(tensor.shape).reach(tensor.strides);
   const auto dtype = scalar_type_of(tensor.dtype);
   if (count == 0) return at::empty(tensor.shape, dtype);

@@ -4,11 +4,12 @@
     check_errors.py [--list] [ROOT]
 
 The tables of the page have messages as code in their first column, with `...` in place of values. Each of them must occur in
-the library or its programs. Each message that the library raises must have a part of it in the page. If a message
-begins with "[area]", that must be in a table of a section in which a line that begins with "Areas:" has the area. The exit
-status is 1 if one of this is not so. --list prints the messages, for authors of the page.
+the library, its programs or exchange.py. Each message that the library or exchange.py raises must have a part of it in the page.
+If a message begins with "[area]", that must be in a table of a section in which a line that begins with "Areas:" has the area.
+The exit status is 1 if one of this is not so. --list prints the messages, for authors of the page.
 """
 import argparse
+import ast
 import pathlib
 import re
 import sys
@@ -39,10 +40,24 @@ def text_of(statement):
     return text.removesuffix(VALUE)
 
 
+def python_messages(path):
+    """Yields the text of each exception that a Python module raises."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            text = "".join(part.value if isinstance(part, ast.Constant) else VALUE for argument in node.exc.args for part in (
+                argument.values if isinstance(argument, ast.JoinedStr) else [argument]))
+            yield text.removesuffix(VALUE)
+
+
 def messages(root, files):
     """Yields (file, text, area, whether it is raised) of each statement that has a text with a blank. A text with an area is
     raised in any case: by another statement, if not by its own."""
     for path in sorted(files):
+        if path.suffix == ".py":
+            for text in python_messages(path):
+                area = AREA.search(text)
+                yield path.relative_to(root), text, area and area[1], len(WORD.findall(text)) > 2
+            continue
         code = COMMENT.sub(lambda m: m[1] or " ", path.read_text())
         for statement in STATEMENT.findall(code):
             raises = RAISES.search(statement)
@@ -79,11 +94,12 @@ def main():
     parser.add_argument("root", nargs="?", default=pathlib.Path(__file__).parent.parent, type=pathlib.Path)
     arguments = parser.parse_args()
     root = arguments.root.resolve()
-    raised = [message[:3] for message in messages(root, library(root)) if message[3]]
+    explained = library(root) + [*root.glob("python/tessera/exchange.py")]
+    raised = [message[:3] for message in messages(root, explained) if message[3]]
     if arguments.list:
         print("\n".join(f"{path}: {text}" for path, text, _ in raised))
         return 0
-    everything = "\n".join(message[1] for message in messages(root, library(root) + programs(root)))
+    everything = "\n".join(message[1] for message in messages(root, explained + programs(root)))
     quotes = [(quote, areas, pattern_of(quote)) for quote, areas in read_page((root / PAGE).read_text())]
     problems = [f"{PAGE}: no source has the message `{quote}`" for quote, _, pattern in quotes
                 if not re.search(pattern.pattern.replace(".*?", "[^\n]*?"), everything)]

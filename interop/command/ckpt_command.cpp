@@ -8,10 +8,13 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdio>
+#include <filesystem>
 #include <functional>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <set>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -23,22 +26,26 @@
 namespace tessera::tools {
 namespace {
 
+namespace fs = std::filesystem;
+
 constexpr const char* kCkptFooter = R"(
 CKPT is a checkpoint's directory. Exit status: 0 if all is well; 1 if `verify` found damage or `diff` a
 difference; 2 if the arguments are wrong, the work could not be done, or its output could not be written. An
 interrupt leaves nothing that was begun.)";
 
 const std::map<std::string, ExportFormat> kFormats = {{"safetensors", ExportFormat::kSafetensors},
-                                                      {"torch", ExportFormat::kTorch},
-                                                      {"huggingface", ExportFormat::kHuggingFace},
-                                                      {"dcp", ExportFormat::kDcp}};
+                                                      {"huggingface", ExportFormat::kHuggingFace}};
+const std::set<std::string> kPythonFormats = {"torch", "dcp"},
+                            kPythonFiles = {".pt", ".pth", ".bin"};
 
 constexpr int kCkptNotDone = 2;  // differs from the status of a finding
 
 struct Arguments {
+  const CLI::App* command = nullptr;
   std::string from, to, format, dtype;
   int ranks = 0;
-  std::string rename_file, model_key, optimizer_key, optimizer_class, optimizer_params;
+  std::string rename_file, model_key;
+  std::vector<std::string> python_only;  // values of options that need Python
   std::vector<std::string> rename, transpose;
   int64_t max_shard_bytes = 0;  // 0: not given
   bool json = false, quiet = false;
@@ -54,7 +61,8 @@ CLI::App* add_command(CLI::App& ckpt, const std::string& name, const std::string
                       const std::function<int(const Arguments&)>& work) {
   CLI::App* command = ckpt.add_subcommand(name, text);
   command->footer(kCkptFooter);
-  command->callback([name, arguments, work, &exit_code] {
+  command->callback([name, command, arguments, work, &exit_code] {
+    arguments->command = command;
     exit_code = exit_code_of(
         "tessera ckpt " + name, [&] { return work(*arguments); }, kCkptNotDone);
   });
@@ -158,14 +166,32 @@ int reshard(const Arguments& arguments) {
   });
 }
 
+// Throws, naming the command that does the work instead: this one, with its arguments, in Python.
+[[noreturn]] void refer_to_python(const CLI::App& command) {
+  std::string text = "python -m tessera.exchange " + command.get_name();
+  for (const CLI::Option* option : command.get_options()) {
+    const bool is_flag = option->get_expected_max() == 0;
+    for (const std::string& value : option->results()) {
+      if (!option->get_positional()) text += " " + option->get_name();
+      if (!is_flag) text += fmt::format(" '{}'", value);
+    }
+  }
+  throw std::invalid_argument(
+      "files of torch.save, DCP directories and PyTorch's optimizer state are exchanged by the "
+      "Python package; run\n" +
+      text);
+}
+
 int export_file(const Arguments& arguments) {
+  const bool is_python_file = kPythonFiles.contains(fs::path(arguments.to).extension().string());
+  if (kPythonFormats.contains(arguments.format) || !arguments.python_only.empty() ||
+      (arguments.format.empty() && is_python_file))
+    refer_to_python(*arguments.command);
   ExportOptions options;
   if (!arguments.format.empty()) options.format = kFormats.at(arguments.format);
   if (!arguments.dtype.empty()) options.dtype = parse_dtype(arguments.dtype);
   if (arguments.max_shard_bytes > 0) options.max_shard_bytes = arguments.max_shard_bytes;
   options.rename = rename_rules_of(arguments.rename_file, arguments.rename);
-  options.model_key = arguments.model_key;
-  options.optimizer_key = arguments.optimizer_key;
   return run_interruptible([&](const Interruption& interruption) {
     options.progress = interruption.checked(arguments.progress("export"));
     export_checkpoint(arguments.from, arguments.to, options);
@@ -174,14 +200,12 @@ int export_file(const Arguments& arguments) {
 }
 
 int import_file(const Arguments& arguments) {
+  if (fs::exists(fs::path(arguments.from) / ".metadata") || !arguments.python_only.empty())
+    refer_to_python(*arguments.command);
   ImportOptions options;
   options.rename = rename_rules_of(arguments.rename_file, arguments.rename);
   options.transpose = arguments.transpose;
   options.model_key = arguments.model_key;
-  options.optimizer_key = arguments.optimizer_key;
-  options.optimizer_class = arguments.optimizer_class;
-  if (!arguments.optimizer_params.empty())
-    options.optimizer_params = names_in("--optimizer-params", arguments.optimizer_params);
   return run_interruptible([&](const Interruption& interruption) {
     options.progress = interruption.checked(arguments.progress("import"));
     import_checkpoint(arguments.from, arguments.to, options);
@@ -189,7 +213,14 @@ int import_file(const Arguments& arguments) {
   });
 }
 
-void add_names_and_keys(CLI::App* command, Arguments& arguments) {
+void add_python_only(CLI::App* command, const char* name, const char* text, Arguments& arguments) {
+  command->add_option(name, arguments.python_only, text)
+      ->type_name("")
+      ->expected(1)
+      ->group("Options of python -m tessera.exchange");
+}
+
+void add_names(CLI::App* command, Arguments& arguments) {
   command
       ->add_option(
           "--rename", arguments.rename,
@@ -201,31 +232,20 @@ void add_names_and_keys(CLI::App* command, Arguments& arguments) {
       ->add_option("--rename-file", arguments.rename_file,
                    "JSON: a list of [\"PATTERN\", \"REPLACEMENT\"], or an object of whole names")
       ->type_name("FILE");
-  command
-      ->add_option(
-          "--model", arguments.model_key,
-          "The key of the model's state dict, for torch and dcp (default with --optimizer: "
-          "model)")
-      ->type_name("KEY");
-  command
-      ->add_option(
-          "--optimizer", arguments.optimizer_key,
-          "The key of the optimizer's state dict, for torch and dcp (default: no optimizer)")
-      ->type_name("KEY");
 }
 
 void add_export(CLI::App* command, Arguments& arguments) {
   add_path(command, "CKPT", arguments.from, "The checkpoint");
-  add_path(
-      command, "TO", arguments.to,
-      "A file that ends with .safetensors, or with .pt, .pth or .bin; or a directory for Hugging "
-      "Face, or with --format dcp");
+  add_path(command, "TO", arguments.to,
+           "A file that ends with .safetensors, or a directory for Hugging Face; with Python, a "
+           "file that "
+           "ends with .pt, .pth or .bin, or a DCP directory");
   command
       ->add_option(
           "--format", arguments.format,
-          "safetensors, torch for Python's torch.load, huggingface (a directory), or dcp for "
+          "safetensors or huggingface (a directory); with Python, torch for torch.load, or dcp for "
           "torch.distributed.checkpoint (default: by TO's name)")
-      ->check(CLI::IsMember(kFormats))
+      ->check(CLI::IsMember({"safetensors", "huggingface", "torch", "dcp"}))
       ->type_name("");
   command->add_option("--dtype", arguments.dtype, "Of floating tensors (default: as stored)")
       ->type_name("DTYPE");
@@ -235,28 +255,26 @@ void add_export(CLI::App* command, Arguments& arguments) {
       ->transform(CLI::AsSizeValue(/*kb_is_1000=*/true).description(""))
       ->check(CLI::Validator(CLI::PositiveNumber).description(""))
       ->type_name("SIZE");
-  add_names_and_keys(command, arguments);
+  add_names(command, arguments);
+  add_python_only(command, "--model", "The key of the model's state dict", arguments);
+  add_python_only(command, "--optimizer", "The key of the optimizer's state dict", arguments);
   add_quiet(command, arguments);
 }
 
 void add_import(CLI::App* command, Arguments& arguments) {
-  add_path(
-      command, "FROM", arguments.from,
-      "A safetensors file, the index of such files, a directory as Hugging Face writes it, a file "
-      "of Python's torch.save, or a directory of torch.distributed.checkpoint");
+  add_path(command, "FROM", arguments.from,
+           "A safetensors file, the index of such files, a directory as Hugging Face writes it, or "
+           "a file "
+           "of Python's torch.save; with Python, a directory of torch.distributed.checkpoint");
   add_path(command, "CKPT", arguments.to, "The directory of the checkpoint");
-  add_names_and_keys(command, arguments);
+  add_names(command, arguments);
   command
-      ->add_option("--optimizer-class", arguments.optimizer_class,
-                   "Adagrad, Adam, AdamW, RMSprop or SGD (default: told from the options)")
-      ->check(CLI::IsMember({"Adagrad", "Adam", "AdamW", "RMSprop", "SGD"}))
-      ->type_name("CLASS");
-  command
-      ->add_option(
-          "--optimizer-params", arguments.optimizer_params,
-          "JSON: a list of the names of the optimizer's parameters, in the order in which it "
-          "was given them, for a torch file without them")
-      ->type_name("FILE");
+      ->add_option("--model", arguments.model_key,
+                   "The key of the model's state dict in a file of torch.save")
+      ->type_name("KEY");
+  add_python_only(command, "--optimizer", "The key of the optimizer's state dict", arguments);
+  add_python_only(command, "--optimizer-class", "The optimizer's class", arguments);
+  add_python_only(command, "--optimizer-params", "A file of its parameters' names", arguments);
   command
       ->add_option(
           "--transpose", arguments.transpose,

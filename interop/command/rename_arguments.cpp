@@ -24,29 +24,22 @@ RenameRules rules_in(const nlohmann::json& json) {
   return rules;
 }
 
-// Returns what `parsed` makes of the JSON in a file, which must be `form`.
-template <class Parsed>
-auto read_json(const std::string& option, const std::string& path, const std::string& form,
-               Parsed&& parsed) {
+RenameRules rules_in_file(const std::string& path) {
   std::ifstream file(path);
-  if (!file) throw std::invalid_argument(fmt::format("{}: could not open '{}'", option, path));
+  if (!file) throw std::invalid_argument(fmt::format("--rename-file: could not open '{}'", path));
   try {
-    return parsed(nlohmann::json::parse(file));
+    return rules_in(nlohmann::json::parse(file));
   } catch (const std::exception& error) {
-    throw std::invalid_argument(
-        fmt::format("{}: '{}' must be {}: {}", option, path, form, error.what()));
+    throw std::invalid_argument(fmt::format(
+        R"(--rename-file: '{}' must be a JSON list of ["PATTERN", "REPLACEMENT"], or an object of names: {})",
+        path, error.what()));
   }
 }
 
 }  // namespace
 
 RenameRules rename_rules_of(const std::string& file, const std::vector<std::string>& arguments) {
-  RenameRules rules;
-  if (!file.empty()) {
-    rules =
-        read_json("--rename-file", file,
-                  R"(a JSON list of ["PATTERN", "REPLACEMENT"], or an object of names)", rules_in);
-  }
+  RenameRules rules = file.empty() ? RenameRules() : rules_in_file(file);
   for (const std::string& argument : arguments) {
     const size_t cut = argument.rfind('=');
     if (cut == std::string::npos)
@@ -55,11 +48,6 @@ RenameRules rename_rules_of(const std::string& file, const std::vector<std::stri
     rules.push_back({argument.substr(0, cut), argument.substr(cut + 1)});
   }
   return rules;
-}
-
-std::vector<std::string> names_in(const std::string& option, const std::string& file) {
-  return read_json(option, file, "a JSON list of names",
-                   [](const nlohmann::json& json) { return json.get<std::vector<std::string>>(); });
 }
 
 }  // namespace tessera::tools

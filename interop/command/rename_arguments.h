@@ -15,8 +15,4 @@ namespace tessera::tools {
 /// others.
 RenameRules rename_rules_of(const std::string& file, const std::vector<std::string>& arguments);
 
-/// Returns the names in a file that must be a JSON list of texts. `option` is for messages. Throws
-/// `std::invalid_argument`.
-std::vector<std::string> names_in(const std::string& option, const std::string& file);
-
 }  // namespace tessera::tools

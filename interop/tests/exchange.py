@@ -2,8 +2,6 @@
 """Writes and reads files of PyTorch's, for the tests of export_checkpoint() and import_checkpoint().
 
     exchange.py save DIRECTORY    writes the files below; beside FILE, FILE.txt with a line for each of its tensors
-    exchange.py load FILE         prints the lines of what torch.load(weights_only=True) reads, and "A = B" for what
-                                  shares memory
     exchange.py load_model FILE   prints the lines of a Picture that safetensors' load_model() filled
 
 A line is a tensor's name, dtype, shape (as 2,3; - for a scalar) and bytes in hexadecimal. Without PyTorch, or the
@@ -106,17 +104,6 @@ def save(directory):
         rezip(os.path.join(directory, "plain.pt"), os.path.join(directory, name), method, changes)
 
 
-def load(path):
-    tensors = torch.load(path, weights_only=True)
-    firsts = {}
-    for name, tensor in tensors.items():
-        print(line_of(name, tensor), end="")
-        if tensor.numel():
-            first = firsts.setdefault(tensor.untyped_storage().data_ptr(), name)
-            if first != name:
-                print(f"{first} = {name}")
-
-
 def load_model(path):
     try:
         from safetensors.torch import load_model as load_into
@@ -130,4 +117,4 @@ def load_model(path):
 
 
 if __name__ == "__main__":
-    {"save": save, "load": load, "load_model": load_model}[sys.argv[1]](sys.argv[2])
+    {"save": save, "load_model": load_model}[sys.argv[1]](sys.argv[2])

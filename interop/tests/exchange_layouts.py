@@ -2,8 +2,7 @@
 """Writes one model in the layouts that Python's tools have for models, for the tests of load_safetensors().
 
     exchange_layouts.py DIRECTORY    state.pt; the directories bin and bin_index as Hugging Face wrote them before
-                                     safetensors; dcp, and dcp_cut with tensors in chunks, of torch.distributed.checkpoint;
-                                     lines.txt with a line for each tensor, as exchange.py prints them
+                                     safetensors; lines.txt with a line for each tensor, as exchange.py prints them
 
 Without PyTorch the output is "no torch".
 """
@@ -14,21 +13,6 @@ import sys
 from exchange import Picture, line_of
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-
-
-def rank_main(rank, directory):
-    """Saves the model with its large tensors cut over two ranks."""
-    dist.init_process_group("gloo", init_method="file://" + os.path.join(directory, "meeting"), rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    state = torch.load(os.path.join(directory, "state.pt"), weights_only=True)
-    cut = {name: distribute_tensor(value.contiguous(), mesh, [Shard(value.dim() - 1)]) if value.dim() else value
-           for name, value in state.items() if value.numel()}
-    cut.update({name: value for name, value in state.items() if not value.numel()})
-    dcp.save(cut, checkpoint_id=os.path.join(directory, "dcp_cut"))
-    dist.destroy_process_group()
 
 
 def main(directory):
@@ -50,8 +34,6 @@ def main(directory):
     weight_map = {name: part for part, inside in parts.items() for name in inside}
     with open(path("bin_index", "pytorch_model.bin.index.json"), "w") as file:
         json.dump({"metadata": {"total_size": 0}, "weight_map": weight_map}, file)
-    dcp.save(state, checkpoint_id=path("dcp"), no_dist=True)
-    torch.multiprocessing.spawn(rank_main, (directory,), nprocs=2)
 
 
 if __name__ == "__main__":

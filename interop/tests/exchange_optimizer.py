@@ -3,11 +3,13 @@
 
     exchange_optimizer.py save DIRECTORY          for each optimizer of OPTIMIZERS, KIND.pt with the model and the optimizer
                                                   after 3 steps, KIND.dcp with the same, and KIND.after.pt with the model
-                                                  after 6; other files are described in save_others()
-    exchange_optimizer.py resume DIRECTORY        for each optimizer, loads KIND.pt, takes 3 steps and writes the model's
-                                                  state dict to KIND.pt.after; and the same for the directory KIND.dcp
+                                                  after 6; other files are described in save_others(). Makes a checkpoint
+                                                  FILE.ckpt of each, as IMPORTS says
+    exchange_optimizer.py resume DIRECTORY        for each optimizer, exports the checkpoint KIND to KIND.pt, loads that, takes
+                                                  3 steps and writes the model's state dict to KIND.pt.after; and the same for
+                                                  the directory KIND.dcp
 
-Without PyTorch the output is "no torch".
+Without PyTorch the output is "no torch", without the package tessera "no tessera".
 """
 import os
 import sys
@@ -21,6 +23,11 @@ try:
 except ImportError:
     print("no torch")
     sys.exit()
+try:
+    from tessera import exchange
+except ImportError:
+    print("no tessera")
+    sys.exit()
 
 OPTIMIZERS = {
     "AdamW": lambda p, lr=0.02: torch.optim.AdamW(p, lr=lr, betas=(0.8, 0.95), eps=1e-7, weight_decay=0.1, amsgrad=True),
@@ -29,6 +36,16 @@ OPTIMIZERS = {
     "Adagrad": lambda p, lr=0.05: torch.optim.Adagrad(p, lr=lr, lr_decay=0.01, initial_accumulator_value=0.1),
     "RMSprop": lambda p, lr=0.01: torch.optim.RMSprop(p, lr=lr, alpha=0.9, momentum=0.5, centered=True),
 }
+
+
+# The options with which a file is imported.
+IN_FILE, IN_DIRECTORY = {"optimizer_key": "optimizer"}, {"optimizer_key": "optim"}
+ORDER = ["first.weight", "norm.bias", "norm.weight", "first.bias", "last.weight"]
+NAMELESS = ["first.bias", "norm.bias", "first.weight", "norm.weight", "last.weight"]
+IMPORTS = {**{f"{kind}.pt": IN_FILE for kind in OPTIMIZERS}, **{f"{kind}.dcp": IN_DIRECTORY for kind in OPTIMIZERS},
+           "groups.pt": IN_FILE, "flat.dcp": IN_DIRECTORY, "tied.dcp": IN_DIRECTORY,
+           "order.pt": {**IN_FILE, "optimizer_params": ORDER}, "nameless.pt": {**IN_FILE, "optimizer_params": NAMELESS},
+           "old.pt": {**IN_FILE, "optimizer_class": "AdamW"}}
 
 
 class Net(torch.nn.Module):
@@ -85,6 +102,8 @@ def save(directory):
         train(net, optimizer, 3, 6)
         torch.save(net.state_dict(), path(kind + ".after.pt"))
     save_others(path)
+    for file, options in IMPORTS.items():
+        exchange.import_checkpoint(path(file), path(file + ".ckpt"), **options)
 
 
 def save_others(path):
@@ -163,6 +182,8 @@ def resume(directory):
     for kind in OPTIMIZERS:
         for suffix, load in ((".pt", resume_file), (".dcp", resume_dcp)):
             path = os.path.join(directory, kind + suffix)
+            exchange.export_checkpoint(os.path.join(directory, kind), path, format="torch" if suffix == ".pt" else "dcp",
+                                       **(IN_FILE if suffix == ".pt" else IN_DIRECTORY))
             net, optimizer = load(kind, path)
             train(net, optimizer, 3, 6)
             torch.save(net.state_dict(), path + ".after")

@@ -1,6 +1,7 @@
 // Checkpoints imported from other tools' files, and files exported from checkpoints.
 #include "checkpoint/tests/python_lines.h"
 #include "checkpoint/tests/saved_job.h"
+#include "support/pickle_program.h"
 
 namespace tessera::testing {
 namespace exchange_test {
@@ -103,14 +104,6 @@ TEST_F(CheckpointExchangePython, LoadsAnExportIntoAModelWithTies) {
   EXPECT_EQ(lines_in(text), lines_of(state));
 }
 
-TEST_F(CheckpointExchangePython, ReadsAnExportWithTorchLoad) {
-  const ScratchDirectory scratch;
-  std::set<std::string> expected = lines_of(save_picture(scratch / "one", /*with_half=*/true));
-  expected.insert("decode = encode.weight");
-  export_checkpoint(scratch / "one", scratch / "one.pt");
-  EXPECT_EQ(lines_in(run_python(EXCHANGE_SCRIPT, {"load", scratch / "one.pt"})), expected);
-}
-
 TEST_F(CheckpointExchangePython, StateDictsAreImported) {
   const ScratchDirectory scratch;
   import_checkpoint(file("state_dict.pt"), scratch / "one");
@@ -138,6 +131,16 @@ TEST_F(CheckpointExchangePython, DictsInDictsAreImportedWithoutWhatIsNoTensor) {
                {.allow_unexpected = true});
 }
 
+TEST_F(CheckpointExchangePython, AModelIsImportedFromUnderItsKey) {
+  const ScratchDirectory scratch;
+  import_checkpoint(file("nested.pt"), scratch / "one", {.model_key = "model"});
+  expect_loads(scratch / "one", lines_of_file("state_dict.pt"), other_picture);
+  expect_contains(error_of([&] {
+                    import_checkpoint(file("nested.pt"), scratch / "two", {.model_key = "net"});
+                  }),
+                  {"nested.pt'", "no tensors under the key 'net'"});
+}
+
 TEST_F(CheckpointExchangePython, ViewsAreImportedAsTheyLookAndEqualOnesAreTied) {
   const ScratchDirectory scratch;
   import_checkpoint(file("views.pt"), scratch / "one");
@@ -160,12 +163,9 @@ TEST_F(CheckpointExchangePython, EveryDtypeIsImportedAndExportedAgain) {
   import_checkpoint(file("dtypes.pt"), scratch / "one");
   const auto expected = lines_of_file("dtypes.pt");
   EXPECT_EQ(expected.size(), 11u);
-  for (const char* name : {"again.pt", "again.safetensors"}) {
-    export_checkpoint(scratch / "one", scratch / name);
-    import_checkpoint(scratch / name, scratch / "again");
-    EXPECT_EQ(compare_checkpoints(scratch / "one", scratch / "again"), std::vector<std::string>());
-  }
-  EXPECT_EQ(lines_in(run_python(EXCHANGE_SCRIPT, {"load", scratch / "again.pt"})), expected);
+  export_checkpoint(scratch / "one", scratch / "again.safetensors");
+  import_checkpoint(scratch / "again.safetensors", scratch / "again");
+  EXPECT_EQ(compare_checkpoints(scratch / "one", scratch / "again"), std::vector<std::string>());
   const auto make = [] {
     const std::map<std::string, torch::Dtype> dtypes = {{"float64", torch::kDouble},
                                                         {"float32", torch::kFloat},
@@ -295,12 +295,11 @@ TEST(CheckpointExchange, DirectoriesWithoutAnIndexAndSingleFilesAreImportedWithT
 TEST(CheckpointExchange, ExportsAreImportedAgain) {
   const ScratchDirectory scratch;
   const auto state = save_picture(scratch / "one");
-  for (const char* name : {"one.safetensors", "one.pt", "one.pth", "one.bin"}) {
+  for (const char* name : {"one.safetensors", "one_model"}) {
     export_checkpoint(scratch / "one", scratch / name);
     import_checkpoint(scratch / name, scratch / "again");
     expect_loads(scratch / "again", lines_of(state), other_picture);
   }
-  EXPECT_EQ(read_text(scratch / "one.pt").substr(0, 2), "PK");  // a zip file
   export_checkpoint(scratch / "one", scratch / "one.weights",
                     {.format = ExportFormat::kSafetensors});
   EXPECT_EQ(read_text(scratch / "one.weights"), read_text(scratch / "one.safetensors"));
@@ -313,7 +312,7 @@ TEST(CheckpointExchange, AnExportConvertsFloatingTensorsOnly) {
     if (item.tensor.is_floating_point())
       item.tensor = item.tensor.to(torch::kHalf).to(torch::kFloat);
   }
-  for (const char* name : {"half.safetensors", "half.pt"}) {
+  for (const char* name : {"half.safetensors", "half_model"}) {
     export_checkpoint(scratch / "one", scratch / name, {.dtype = torch::kHalf});
     import_checkpoint(scratch / name, scratch / "half");
     for (const CheckpointTensor& tensor : inspect_checkpoint(scratch / "half").tensors)
@@ -325,25 +324,28 @@ TEST(CheckpointExchange, AnExportConvertsFloatingTensorsOnly) {
 TEST(CheckpointExchange, WhatCantBeExportedIsRefusedAndTheFileStays) {
   const ScratchDirectory scratch;
   save_picture(scratch / "one");
-  std::ofstream(scratch / "old.pt") << "old";
+  std::ofstream(scratch / "old.safetensors") << "old";
   const auto error = [&](const fs::path& from, const fs::path& to,
                          const ExportOptions& options = {}) {
     return error_of([&] { export_checkpoint(from, to, options); });
   };
   expect_contains(error(scratch / "one", scratch / "model.onnx"),
                   {"[export_checkpoint] options.format", "model.onnx'"});
-  expect_contains(error(scratch / "one", scratch / "one", {.format = ExportFormat::kTorch}),
+  for (const char* name : {"a.pt", "a.pth", "a.bin"})
+    expect_contains(error(scratch / "one", scratch / name),
+                    {"run `python -m tessera.exchange export CKPT '" + (scratch / name).string()});
+  expect_contains(error(scratch / "one", scratch / "one", {.format = ExportFormat::kSafetensors}),
                   {"/one' must be a file"});
-  expect_contains(error(scratch / "one", scratch / "old.pt", {.dtype = torch::kLong}),
+  expect_contains(error(scratch / "one", scratch / "old.safetensors", {.dtype = torch::kLong}),
                   {"options.dtype must be a floating one; got Long"});
-  expect_contains(error(scratch / "none", scratch / "old.pt"), {"/none'"});
-  for (const char* name : {"none/one.pt", "none/one.safetensors"})
-    expect_contains(error(scratch / "one", scratch / name), {(scratch / "none").string()});
+  expect_contains(error(scratch / "none", scratch / "old.safetensors"), {"/none'"});
+  expect_contains(error(scratch / "one", scratch / "none/one.safetensors"),
+                  {(scratch / "none").string()});
   fs::resize_file((scratch / "one") / "rank-00001-of-00002.safetensors", 100);
-  for (const char* name : {"old.pt", "new.pt", "new.safetensors"})
+  for (const char* name : {"old.safetensors", "new.safetensors", "new"})
     expect_contains(error(scratch / "one", scratch / name), {"one/rank-00001-of-00002"});
-  EXPECT_EQ(read_text(scratch / "old.pt"), "old");
-  EXPECT_EQ(names_in(scratch.path()), (std::vector<std::string>{"old.pt", "one"}));
+  EXPECT_EQ(read_text(scratch / "old.safetensors"), "old");
+  EXPECT_EQ(names_in(scratch.path()), (std::vector<std::string>{"old.safetensors", "one"}));
 }
 
 TEST(CheckpointExchange, BrokenFilesAreRefusedByName) {
@@ -353,8 +355,11 @@ TEST(CheckpointExchange, BrokenFilesAreRefusedByName) {
   const auto make_file = [&](const std::string& name, const std::string& text) {
     std::ofstream(sources / name, std::ios::binary) << text;
   };
-  save_picture(scratch / "saved");
-  export_checkpoint(scratch / "saved", sources / "whole.pt");
+  std::vector<std::pair<std::string, torch::Tensor>> state;
+  for (const auto& [name, value] : save_picture(scratch / "saved")) state.emplace_back(name, value);
+  write_torch_state(sources / "whole.pt", state);
+  import_checkpoint(sources / "whole.pt", scratch / "whole");
+  fs::remove_all(scratch / "whole");
   export_checkpoint(scratch / "saved", sources / "whole.safetensors");
   const std::string zip = read_text(sources / "whole.pt"),
                     safetensors = read_text(sources / "whole.safetensors");

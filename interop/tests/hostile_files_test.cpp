@@ -266,7 +266,7 @@ TEST(HostileFiles, NamedPipesAreNoPartsOfACheckpoint) {
     const Lines damage = verify_checkpoint(scratch / "one");
     expect_contains(fmt::format("{}", fmt::join(damage, "\n")),
                     {(scratch / "one" / name).string(), "must be a file; it is a pipe"});
-    EXPECT_NE(error_of([&] { export_checkpoint(scratch / "one", scratch / "a.pt"); }), "");
+    EXPECT_NE(error_of([&] { export_checkpoint(scratch / "one", scratch / "a.safetensors"); }), "");
   }
 }
 

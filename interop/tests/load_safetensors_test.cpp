@@ -346,16 +346,10 @@ TEST(CheckpointHuggingFace, OptionsAreChecked) {
   };
   expect_contains(error("a", {.max_shard_bytes = 0}),
                   {"options.max_shard_bytes must be 1 or more"});
-  expect_contains(error("a.pt", {.max_shard_bytes = 10}), {"options.max_shard_bytes is for"});
-  expect_contains(error("a", {.optimizer_key = "optimizer"}), {"options.optimizer_key are for"});
-  expect_contains(error("a.pt", {.optimizer_key = "optimizer"}), {"saved without one"});
-  expect_contains(error("a.pt", {.model_key = "a", .optimizer_key = "a"}), {"must differ"});
+  expect_contains(error("a.safetensors", {.max_shard_bytes = 10}),
+                  {"options.max_shard_bytes is for"});
   expect_contains(error("a", {.rename = {{"block.", "block"}}}), {"get the name"});
-  fs::create_directories(scratch / "full");
-  std::ofstream(scratch / "full" / "notes.txt") << "notes";
-  expect_contains(error("full", {.format = ExportFormat::kDcp}),
-                  {"must have no files", "notes.txt"});
-  EXPECT_EQ(names_in(scratch.path()), (std::vector<std::string>{"full", "one"}));
+  EXPECT_EQ(names_in(scratch.path()), std::vector<std::string>{"one"});
 }
 
 // --- other formats -----------------------------------------------------------------------------
@@ -386,14 +380,24 @@ class LoadSafetensorsPython : public ::testing::Test {
 };
 
 TEST_F(LoadSafetensorsPython, EveryLayoutOfOneModelIsRead) {
-  for (const char* path : {"bin", "bin_index", "bin_index/pytorch_model.bin.index.json", "state.pt",
-                           "dcp", "dcp_cut"}) {
+  for (const char* path :
+       {"bin", "bin_index", "bin_index/pytorch_model.bin.index.json", "state.pt"}) {
     SCOPED_TRACE(path);
     expect_loads(file(path), expected(), [] { return make_picture(2); });
     const ScratchDirectory scratch;
     import_checkpoint(file(path), scratch / "one");
     EXPECT_EQ(verify_checkpoint(scratch / "one"), std::vector<std::string>());
   }
+}
+
+TEST(LoadSafetensors, ADcpDirectoryNamesTheCommandThatConvertsIt) {
+  const ScratchDirectory scratch;
+  std::ofstream(scratch / ".metadata") << "pickle";
+  const auto picture = make_picture(2);
+  const std::string command =
+      "`python -m tessera.exchange import '" + scratch.path().string() + "' CKPT`";
+  expect_contains(error_of([&] { load_safetensors(scratch.path(), *picture); }), {command});
+  expect_contains(error_of([&] { import_checkpoint(scratch.path(), scratch / "one"); }), {command});
 }
 
 TEST_F(LoadSafetensorsPython, AnIndexThatNamesAMissingFileIsRefused) {

@@ -49,6 +49,7 @@ void bind_cpu_adam(py::module_& module);
 void bind_dist_tensor(py::module_& module);
 void bind_dist_optimizer(py::module_& module);
 void bind_checkpoint(py::module_& module);
+void bind_exchange(py::module_& module);
 void bind_fairscale(py::module_& module);
 void bind_paddle(py::module_& module);
 void bind_colossalai(py::module_& module);

@@ -19,6 +19,7 @@ PYBIND11_MODULE(_C, module) {
   python::bind_dist_tensor(module);
   python::bind_dist_optimizer(module);
   python::bind_checkpoint(module);
+  python::bind_exchange(module);
   python::bind_fairscale(module);
   python::bind_paddle(module);
   python::bind_colossalai(module);

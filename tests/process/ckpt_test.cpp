@@ -168,24 +168,42 @@ TEST_F(Ckpt, ReshardWritesForAnotherNumberOfRanks) {
 }
 
 TEST_F(Ckpt, ExportAndImportAreInverse) {
-  for (const std::string name : {"again.safetensors", "again.pt"}) {
+  for (const std::string name : {"again.safetensors", "again/"}) {
     const auto written = ckpt({"export", path("one"), path(name)});
     EXPECT_EQ(written.status, 0) << written.err;
     EXPECT_EQ(written.out, "");
     EXPECT_TRUE(contains(written.err, "export: ")) << written.err;
-    const auto read = ckpt({"import", path(name), path("again")});
+    const auto read = ckpt({"import", path(name), path("two")});
     EXPECT_EQ(read.status, 0) << read.err;
     EXPECT_TRUE(contains(read.err, "import: ")) << read.err;
-    EXPECT_EQ(ckpt({"diff", path("one"), path("again")}).out, "no difference\n");
+    EXPECT_EQ(ckpt({"diff", path("one"), path("two")}).out, "no difference\n");
   }
-  EXPECT_EQ(read_file(path("again.pt")).substr(0, 2), "PK");
+}
+
+TEST_F(Ckpt, WhatNeedsPythonNamesTheCommandToRun) {
+  fs::create_directories(path("dcp"));
+  std::ofstream(path("dcp/.metadata")) << "pickle";
+  const std::string one = path("one"), to = path("to"), dcp = path("dcp");
+  const std::string file = path("one.safetensors"), run = "python -m tessera.exchange ";
+  const std::vector<std::pair<Command, std::string>> cases = {
+      {{"export", one, to + ".pt"}, "export '" + one + "' '" + to + ".pt'\n"},
+      {{"export", one, to, "--format", "dcp", "--quiet", "--rename", "^a=b", "--rename", "b=$1"},
+       "export '" + one + "' '" + to +
+           "' --format 'dcp' --rename '^a=b' --rename 'b=$1' --quiet\n"},
+      {{"export", one, to, "--optimizer", "optim"},
+       "export '" + one + "' '" + to + "' --optimizer 'optim'\n"},
+      {{"import", dcp, to, "--model", "net"}, "import '" + dcp + "' '" + to + "' --model 'net'\n"},
+      {{"import", file, to, "--optimizer", "o", "--optimizer-class", "AdamW"},
+       "import '" + file + "' '" + to + "' --optimizer 'o' --optimizer-class 'AdamW'\n"}};
+  for (const auto& [arguments, command] : cases) {
+    const auto end = ckpt(arguments);
+    EXPECT_EQ(end.status, 2) << command;
+    EXPECT_TRUE(contains(end.err, run + command)) << end.err;
+    EXPECT_FALSE(fs::exists(to) || fs::exists(to + ".pt")) << command;
+  }
 }
 
 TEST_F(Ckpt, ExportTakesAFormatAndADtype) {
-  const Command torch = {"export",   path("one"), path("one.safetensors"),
-                         "--format", "torch",     "--quiet"};
-  EXPECT_EQ(ckpt(torch).status, 0);
-  EXPECT_EQ(read_file(path("one.safetensors")).substr(0, 2), "PK");
   const auto end = ckpt({"export", path("one"), path("weights"), "--format", "safetensors",
                          "--dtype", "bf16", "--quiet"});
   EXPECT_EQ(end.status, 0) << end.err;
@@ -272,7 +290,7 @@ TEST_F(Ckpt, AnInterruptedExportLeavesNoDraft) {
   ASSERT_EQ(ckpt({"import", path("one.safetensors"), path("to"), "--quiet"}).status, 0);
   write_sparse_model(path("large.safetensors"));
   fs::resize_file(path("large.safetensors"), fs::file_size(path("large.safetensors")));
-  for (const std::string name : {"to.safetensors", "to.pt"}) {
+  for (const std::string name : {"to.safetensors", "model"}) {
     ProgramRun run({TESSERA_CLI, "ckpt", "export", path("one"), path(name)});
     while (!fs::exists(path(name + ".tmp")) && is_running(run.pid())) {
     }
@@ -326,13 +344,12 @@ TEST_F(Ckpt, WhatCantBeDoneIsStatusTwoAndNamesTheFile) {
       {{"reshard", none, to, "--ranks", "2"}, none},
       {{"reshard", one, path("text.pt"), "--ranks", "2"}, path("text.pt")},
       {{"reshard", one, "/proc/tessera-test", "--ranks", "2"}, "/proc/tessera-test"},
-      {{"export", none, path("to.pt")}, none},
+      {{"export", none, path("to.safetensors")}, none},
       {{"export", one, path("to.onnx")}, path("to.onnx")},
-      {{"export", one, path("empty"), "--format", "torch"}, path("empty")},
-      {{"export", one, path("none/to.pt")}, none},
+      {{"export", one, path("empty"), "--format", "safetensors"}, path("empty")},
       {{"export", one, path("none/to.safetensors")}, none},
-      {{"export", one, path("to.pt"), "--dtype", "float9"}, "float9"},
-      {{"export", one, path("to.pt"), "--dtype", "int64"}, "options.dtype"},
+      {{"export", one, path("to.safetensors"), "--dtype", "float9"}, "float9"},
+      {{"export", one, path("to.safetensors"), "--dtype", "int64"}, "options.dtype"},
       {{"import", path("none.pt"), to}, path("none.pt")},
       {{"import", path("text.pt"), to}, path("text.pt")},
       {{"import", path("short.safetensors"), to}, path("short.safetensors")},
@@ -345,7 +362,8 @@ TEST_F(Ckpt, WhatCantBeDoneIsStatusTwoAndNamesTheFile) {
     EXPECT_EQ(end.out, "") << arguments[0] << ' ' << named;
     EXPECT_TRUE(contains(end.err, "tessera ckpt " + arguments[0] + ": ")) << end.err;
     EXPECT_TRUE(contains(end.err, named)) << end.err;
-    EXPECT_FALSE(fs::exists(to) || fs::exists(to + ".tmp") || fs::exists(path("to.pt"))) << named;
+    EXPECT_FALSE(fs::exists(to) || fs::exists(to + ".tmp") || fs::exists(path("to.safetensors")))
+        << named;
   }
 }
 

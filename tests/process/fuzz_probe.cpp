@@ -32,9 +32,11 @@ constexpr int64_t kMostBytes = int64_t{1} << 30;
 
 const std::map<std::string, FuzzFormat (*)()>& formats() {
   static const std::map<std::string, FuzzFormat (*)()> kFormats = {
-      {"index", index_format}, {"safetensors", safetensors_format},
-      {"model", model_format}, {"torch", torch_format},
-      {"dcp", dcp_format},     {"sizes", sizes_format}};
+      {"index", index_format},
+      {"safetensors", safetensors_format},
+      {"model", model_format},
+      {"torch", torch_format},
+      {"sizes", sizes_format}};
   return kFormats;
 }
 

@@ -73,7 +73,7 @@ class FuzzNightly : public ::testing::TestWithParam<const char*> {};
 TEST_P(Fuzz, NoneOf200InputsDoesHarm) { expect_no_harm(GetParam(), 200); }
 TEST_P(FuzzNightly, NoneOf10000InputsDoesHarm) { expect_no_harm(GetParam(), 10'000); }
 
-constexpr const char* kFormats[] = {"index", "safetensors", "model", "torch", "dcp", "sizes"};
+constexpr const char* kFormats[] = {"index", "safetensors", "model", "torch", "sizes"};
 std::string name_of(const ::testing::TestParamInfo<const char*>& info) { return info.param; }
 INSTANTIATE_TEST_SUITE_P(Of, Fuzz, ::testing::ValuesIn(kFormats), name_of);
 INSTANTIATE_TEST_SUITE_P(Of, FuzzNightly, ::testing::ValuesIn(kFormats), name_of);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <caffe2/serialize/inline_container.h>
+#include <torch/torch.h>
 
 #include <cstdint>
 #include <filesystem>
@@ -68,6 +69,23 @@ inline void write_torch_file(const std::filesystem::path& path, const std::strin
   writer.writeRecord("byteorder", "little", 6);
   for (const auto& [name, bytes] : records) writer.writeRecord(name, bytes.data(), bytes.size());
   writer.writeEndOfFile();
+}
+
+/// Writes tensors of floats and longs as `torch.save` writes a state dict.
+inline void write_torch_state(const std::filesystem::path& path,
+                              const std::vector<std::pair<std::string, torch::Tensor>>& state) {
+  std::vector<std::pair<std::string, std::string>> items;
+  std::map<std::string, std::string> records;
+  for (const auto& [name, value] : state) {
+    const torch::Tensor ordered = value.detach().cpu().contiguous();
+    const std::string key = std::to_string(items.size());
+    const bool is_long = value.scalar_type() == torch::kLong;
+    items.emplace_back(
+        name, pickle::tensor(key, value.numel(), 0, ordered.sizes().vec(), ordered.strides().vec(),
+                             is_long ? "LongStorage" : "FloatStorage"));
+    records["data/" + key].assign(static_cast<const char*>(ordered.data_ptr()), ordered.nbytes());
+  }
+  write_torch_file(path, pickle::program(pickle::dict(items)), records);
 }
 
 }  // namespace tessera::testing

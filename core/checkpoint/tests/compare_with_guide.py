@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares what docs/guide/read_checkpoint.py reads with an export for torch.load.
+"""Compares what docs/guide/read_checkpoint.py reads with an export as a safetensors file.
 
     compare_with_guide.py GUIDE CHECKPOINT EXPORT
 
@@ -11,13 +11,16 @@ import torch
 
 sys.path.insert(0, sys.argv[1])
 try:
-    import safetensors  # noqa: F401
+    from safetensors import safe_open
 except ImportError:
     print("no safetensors")
     sys.exit()
 from read_checkpoint import read_checkpoint
 
-read, exported = read_checkpoint(sys.argv[2]), torch.load(sys.argv[3], weights_only=True)
+read = read_checkpoint(sys.argv[2])
+with safe_open(sys.argv[3], framework="pt") as file:
+    exported = {name: file.get_tensor(name) for name in file.keys()}
+    exported.update({name: exported[first] for name, first in file.metadata().items() if first in exported})
 assert read.keys() == exported.keys(), f"{sorted(read)} against {sorted(exported)}"
 for name, value in exported.items():
     assert value.dtype == read[name].dtype and torch.equal(value, read[name]), name

@@ -5,6 +5,7 @@
 #include <tessera/interop/exchange.h>
 
 #include "checkpoint/tests/saved_job.h"
+#include "support/pickle_program.h"
 
 namespace tessera::testing {
 namespace convert_test {
@@ -295,12 +296,14 @@ TEST(CheckpointProgress, AscendsToTheTotal) {
        [&](const auto& progress) {
          export_checkpoint(scratch / "one", scratch / "a.safetensors", {.progress = progress});
        }},
-      {"export torch",
+      {"read",
        [&](const auto& progress) {
-         export_checkpoint(scratch / "one", scratch / "a.pt", {.progress = progress});
+         CheckpointTensors tensors(scratch / "one", /*with_state=*/true, {.progress = progress});
+         const auto listed = nlohmann::json::parse(tensors.index()).at("tensors");
+         for (size_t i = 0; i < listed.size(); ++i) tensors.read(i);
        }},
       {"import", [&](const auto& progress) {
-         import_checkpoint(scratch / "a.pt", scratch / "imported", {.progress = progress});
+         import_checkpoint(scratch / "a.safetensors", scratch / "imported", {.progress = progress});
        }}};
   const auto run = [&](const std::string& name) {
     Told told;
@@ -336,14 +339,45 @@ int64_t most_allocated(const std::function<void()>& work) {
   return count->most();
 }
 
+/// Copies a checkpoint as a program with a format of its own does.
+void write_read_tensors(const fs::path& from, const fs::path& to) {
+  CheckpointTensors tensors(from, /*with_state=*/true);
+  import_tensors(
+      tensors.index(), [&](size_t number) { return tensors.read(number); }, to);
+}
+
+TEST(CheckpointTensors, AreThoseThatWereSaved) {
+  const ScratchDirectory scratch;
+  save_in_middle(3, plans()[3], false, scratch / "one");
+  write_read_tensors(scratch / "one", scratch / "copy");
+  Lines differences = compare_checkpoints(scratch / "one", scratch / "copy");
+  std::erase_if(differences, [](const auto& line) { return line.starts_with("number"); });
+  EXPECT_EQ(differences, Lines());
+  const auto copy = [&](const std::string& part, const std::string& other) {
+    CheckpointTensors tensors(scratch / "one", /*with_state=*/true);
+    std::string index = tensors.index();
+    index = nlohmann::json::parse(index).dump();  // without its checksum's place
+    index.replace(index.find(part), part.size(), other);
+    return error_of([&] {
+      import_tensors(
+          index, [&](size_t number) { return tensors.read(number); }, scratch / "two");
+    });
+  };
+  expect_contains(copy("\"F32\"", "\"F64\""),
+                  {"[import_tensors] '", "elements of F64, as the index"});
+  expect_contains(copy("\"tensors\"", "\"other\""), {"'index' can't be read"});
+  EXPECT_FALSE(fs::exists(scratch / "two"));
+}
+
 TEST(CheckpointMemory, IsOfATensorOrTwo) {
   const ScratchDirectory scratch;
   constexpr int64_t kBytes = 400'000;
   StateDict state;
   for (int i = 0; i < 16; ++i) state[fmt::format("a{}", i)] = torch::full({kBytes / 4}, 1. * i);
   save_state_dict(scratch / "one", state);
+  write_torch_state(scratch / "one.pt", {state.begin(), state.end()});
   const std::map<std::string, std::function<void()>> works = {
-      {"1", [&] { export_checkpoint(scratch / "one", scratch / "one.pt"); }},
+      {"1", [&] { write_read_tensors(scratch / "one", scratch / "copy"); }},
       {"2", [&] { export_checkpoint(scratch / "one", scratch / "one.safetensors"); }},
       {"3", [&] { import_checkpoint(scratch / "one.pt", scratch / "two"); }},
       {"4", [&] { import_checkpoint(scratch / "one.safetensors", scratch / "two"); }},

@@ -54,7 +54,7 @@ class HostileIndex : public ::testing::Test {
     };
     refuse("reshard", [&] { reshard_checkpoint(one_, scratch_ / "to", 2); });
     refuse("export", [&] { export_checkpoint(one_, scratch_ / "to.safetensors"); });
-    refuse("export torch", [&] { export_checkpoint(one_, scratch_ / "to.pt"); });
+    refuse("read", [&] { CheckpointTensors(one_, /*with_state=*/true).read(0); });
     refuse("diff", [&] { compare_checkpoints(one_, scratch_ / "other"); });
     refuse("diff", [&] { compare_checkpoints(scratch_ / "other", one_); });
     refuse("load", [&] {

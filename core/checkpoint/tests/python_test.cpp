@@ -88,7 +88,7 @@ TEST_F(CheckpointPython, TheReaderOfTheGuideReadsShardsAndBoxes) {
   });
   const std::filesystem::path folder = std::filesystem::path(SAFETENSORS_SCRIPT).parent_path();
   for (const char* name : {"shards", "boxes"}) {
-    const std::filesystem::path file = scratch / (name + std::string(".pt"));
+    const std::filesystem::path file = scratch / (name + std::string(".safetensors"));
     export_checkpoint(scratch / name, file);
     const std::string text =
         run_python((folder / "compare_with_guide.py").string(),

@@ -5,8 +5,11 @@
 #include <tessera/checkpoint/rename_rule.h>
 #include <tessera/export.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -15,23 +18,21 @@ namespace tessera {
 
 // Checkpoints to and from files of other tools. Like the functions of `checkpoint_files.h`, these
 // need no model and no ranks, and none is collective.
+//
+// Files of `torch.save`, directories of `torch.distributed.checkpoint`, and the state of PyTorch's
+// optimizers in both are written and read by the Python package: `python -m tessera.exchange`.
 
 enum class ExportFormat : uint8_t {
   kSafetensors,  ///< one file, for Python's `safetensors.torch.load_file`
-  /// One file, for Python's `torch.load(weights_only=True)`. Throws `c10::NotImplementedError` for
-  /// float8 tensors, and for unsigned ones of more than a byte.
-  kTorch,
   /// A directory of safetensors files, `model-00001-of-00003.safetensors` and so on, and their
   /// index, `model.safetensors.index.json`; or `model.safetensors` alone, if one suffices. Hugging
   /// Face's `from_pretrained` reads it beside the model's `config.json`.
-  kHuggingFace,
-  kDcp,  ///< a directory, for Python's `torch.distributed.checkpoint.load`; dtypes as
-         ///< `kTorch`
+  kHuggingFace
 };
 
 struct ExportOptions {
-  /// None: `kHuggingFace` for a path that ends with `/` or has no extension; else by the extension,
-  /// `.safetensors`, or `.pt`, `.pth` or `.bin`.
+  /// None: `kHuggingFace` for a path that ends with `/` or has no extension; `kSafetensors` for one
+  /// that ends with `.safetensors`.
   std::optional<ExportFormat> format = std::nullopt;
   /// Dtype to which all floating tensors of the model are converted; none: as stored. That is the
   /// dtype of the master weights, if there are any, unless the checkpoint has `whole_parameters`.
@@ -42,22 +43,12 @@ struct ExportOptions {
   RenameRules rename = {};
   /// Most bytes of a file of `kHuggingFace`, unless one tensor has more. None: 5 GB.
   std::optional<int64_t> max_shard_bytes = std::nullopt;
-
-  /// For `kTorch` and `kDcp`: the keys of a dict in which the model and the optimizer's state dict
-  /// are stored. `optimizer_key` empty: no optimizer. `model_key` empty: `model` beside an
-  /// optimizer; else the model's tensors are the dict.
-  ///
-  /// `torch.optim`'s `load_state_dict` reads the optimizer's, of Adagrad, Adam, AdamW, RMSprop or
-  /// SGD, with the parameters in the order of the param groups; other classes throw
-  /// `c10::NotImplementedError`. In `kDcp`, names are those of `get_state_dict`.
-  std::string model_key = "", optimizer_key = "";
 };
 
-/// Writes the model's parameters and buffers whole, a tied one under each of its names
-/// (safetensors: once; the metadata maps its other names to the first, as `save_model` of Python's
-/// safetensors does). Memory: one tensor. A file, or a new directory, appears when it is complete.
-///
-/// A directory may have other files: for `kHuggingFace`, none of a model's; for `kDcp`, none.
+/// Writes the model's parameters and buffers whole, a tied one once; the metadata maps its other
+/// names to the first, as `save_model` of Python's safetensors does. Memory: one tensor. A file, or
+/// a new directory, appears when it is complete. A directory may have other files, but none of a
+/// model's.
 TESSERA_API void export_checkpoint(const std::filesystem::path& path,
                                    const std::filesystem::path& to,
                                    const ExportOptions& options = {});
@@ -68,22 +59,9 @@ struct ImportOptions {
   /// Regular expressions that match whole new names: these tensors, of two dims, are transposed.
   std::vector<std::string> transpose = {};
 
-  /// The key of the dict in which the model is. Empty: `model`, if `optimizer_key` is given; else
-  /// all tensors are imported, with names as `OUTER.INNER`.
+  /// The key of the dict in which the model is. Empty: all tensors are imported, with names as
+  /// `OUTER.INNER`.
   std::string model_key = "";
-  /// The key of the state dict of an optimizer of `torch.optim`, in a file of `torch.save` or a DCP
-  /// directory. Empty: no optimizer is imported.
-  ///
-  /// Its parameters are known by name in DCP directories, and in files of optimizers that were made
-  /// from `named_parameters()` (PyTorch 2.6). Other files number them, and `optimizer_params` must
-  /// say which they are.
-  std::string optimizer_key = "";
-  /// `Adagrad`, `Adam`, `AdamW`, `RMSprop` or `SGD`. Empty: found by the options; those of Adam and
-  /// AdamW differ since PyTorch 2.7.
-  std::string optimizer_class = "";
-  /// The names, in the file, of all parameters of its optimizer, in the order in which the
-  /// optimizer was given them, group after group. Only for a file that lacks them.
-  std::vector<std::string> optimizer_params = {};
 
   CheckpointProgress progress = {};
 };
@@ -94,5 +72,39 @@ struct ImportOptions {
 TESSERA_API void import_checkpoint(const std::filesystem::path& from,
                                    const std::filesystem::path& path,
                                    const ImportOptions& options = {});
+
+class ExportedModel;
+
+/// The tensors of a checkpoint one by one, for programs that write them in other formats, as the
+/// Python package does.
+class TESSERA_API CheckpointTensors {
+ public:
+  /// `with_state`: also those of the optimizer's state. Of `options`, `rename`, `dtype` and
+  /// `progress` apply.
+  CheckpointTensors(const std::filesystem::path& path, bool with_state,
+                    const ExportOptions& options = {});
+  ~CheckpointTensors();
+  CheckpointTensors(const CheckpointTensors&) = delete;
+  CheckpointTensors& operator=(const CheckpointTensors&) = delete;
+
+  /// Returns JSON as in the checkpoint's `index.json`, with the new names and dtypes, and without
+  /// where tensors are stored.
+  std::string index() const;
+  /// Returns a tensor whole; `number` counts those of the index.
+  at::Tensor read(size_t number);
+
+ private:
+  std::unique_ptr<ExportedModel> model_;
+};
+
+/// Makes a checkpoint of tensors: `index` is JSON as `CheckpointTensors::index()` returns it, of
+/// which `names`, `dtype` and `shape` of each tensor, `kind`, `state` and the optimizer count.
+/// Calls `read` with the number of a tensor in the index when it is written. Throws
+/// `c10::ValueError` if the index is not well formed, or if a tensor has another dtype or number of
+/// elements.
+TESSERA_API void import_tensors(const std::string& index,
+                                const std::function<at::Tensor(size_t number)>& read,
+                                const std::filesystem::path& path,
+                                const ImportOptions& options = {});
 
 }  // namespace tessera

@@ -43,8 +43,7 @@ struct LoadedTensors {
 /// - the index of a set of them, `model.safetensors.index.json`;
 /// - a directory as Hugging Face's tools write it, with either, or with `pytorch_model.bin` or
 ///   `pytorch_model.bin.index.json`;
-/// - a file that Python's `torch.save` made of a state dict, or the index of a set of them;
-/// - a directory of `torch.distributed.checkpoint`.
+/// - a file that Python's `torch.save` made of a state dict, or the index of a set of them.
 ///
 /// GPT-2 from `openai-community/gpt2`, for a model whose blocks are `blocks.0` and so on, with
 /// `torch::nn::Linear` layers:

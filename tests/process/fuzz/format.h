@@ -30,8 +30,6 @@ FuzzFormat safetensors_format();
 FuzzFormat model_format();
 /// A file of `torch.save`: a pickle in a zip file.
 FuzzFormat torch_format();
-/// A directory of `torch.distributed.checkpoint`.
-FuzzFormat dcp_format();
 /// A list of parameters for `tessera plan`.
 FuzzFormat sizes_format();
 

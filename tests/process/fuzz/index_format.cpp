@@ -140,7 +140,11 @@ FuzzFormat index_format() {
   });
   add("export", [](const fs::path& path, const fs::path& made) {
     export_checkpoint(path, made / "a.safetensors");
-    export_checkpoint(path, made / "a.pt");
+  });
+  add("read", [](const fs::path& path, const fs::path&) {
+    CheckpointTensors tensors(path, /*with_state=*/true);
+    const auto count = nlohmann::json::parse(tensors.index()).at("tensors").size();
+    for (size_t i = 0; i < count; ++i) tensors.read(i);
   });
   add("load", [](const fs::path& path, const fs::path&) { load_net(path); });
   add("load_state_dict", [](const fs::path& path, const fs::path&) {

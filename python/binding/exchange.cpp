@@ -1,0 +1,48 @@
+// What exchange.py needs of the library: a checkpoint's tensors, one by one, in both directions.
+#include <tessera/interop/exchange.h>
+
+#include <map>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "binding.h"
+
+namespace tessera::python {
+namespace {
+
+using Path = std::filesystem::path;
+using Rule = std::tuple<std::string, std::string, std::map<std::string, std::string>>;
+
+RenameRules rules_of(const std::vector<Rule>& rules) {
+  RenameRules result;
+  for (const auto& [pattern, replacement, names] : rules)
+    result.push_back({pattern, replacement, names});
+  return result;
+}
+
+}  // namespace
+
+void bind_exchange(py::module_& module) {
+  py::class_<CheckpointTensors>(module, "CheckpointTensors")
+      .def(py::init([](const Path& path, bool with_state, const std::vector<Rule>& rename,
+                       std::optional<at::ScalarType> dtype, const CheckpointProgress& progress) {
+        return std::make_unique<CheckpointTensors>(
+            path, with_state,
+            ExportOptions{.dtype = dtype, .progress = progress, .rename = rules_of(rename)});
+      }))
+      .def("index", &CheckpointTensors::index)
+      .def("read", &CheckpointTensors::read, Waits());
+  module.def(
+      "import_tensors",
+      [](const std::string& index, const std::function<at::Tensor(size_t)>& read, const Path& path,
+         const std::vector<Rule>& rename, const std::vector<std::string>& transpose,
+         const CheckpointProgress& progress) {
+        import_tensors(index, read, path,
+                       {.rename = rules_of(rename), .transpose = transpose, .progress = progress});
+      },
+      Waits());
+}
+
+}  // namespace tessera::python
