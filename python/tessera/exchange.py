@@ -362,8 +362,8 @@ def _import_optimizer(optimizer: Mapping[str, Any], model: Mapping[str, torch.Te
             if state not in _OPTIMIZERS[kind][1]:
                 raise ValueError(f"'{name}' has the state '{state}', which LibTorch's {kind} has not")
             if value.size() != model[name].size():
-                raise ValueError(f"'{state}' of '{name}' must have its shape, {list(model[name].size())}; got "
-                                 f"{list(value.size())}. Is the optimizer that of another model, or were its parameters in another order?")
+                raise ValueError(f"'{state}' of '{name}' must have its shape, {list(model[name].size())}; got {list(value.size())}"
+                                 ". Is the optimizer that of another model, or were its parameters in another order?")
             states[name, state] = value
     steps = max((count["step"] for count in counts.values()), default=0)
     return {"kind": kind, "param_groups": groups, "counts": counts, "steps": steps}, states
@@ -375,6 +375,8 @@ def _import(source: Path, path: Path, rename: Rename, transpose: Sequence[str], 
         raise ValueError("it is neither a file of torch.save nor a directory of torch.distributed.checkpoint; "
                          "`tessera ckpt import` reads safetensors files and Hugging Face's directories")
     state, read = _open(source)
+    if not isinstance(state, Mapping):
+        raise ValueError("it must hold a dict of tensors")
     model_key = model_key or ("model" if optimizer_key else "")
     model = dict(_tensors_in(state.get(model_key) if model_key else state))
     if not model:
@@ -438,7 +440,7 @@ def _progress(what: str) -> Progress:
         nonlocal shown
         tenth = done * 10 // total if total else 10
         if tenth != shown:
-            print(f"{what}: {done / 1e6:.1f} of {total / 1e6:.1f} MB", file=sys.stderr)
+            print(f"{what}: {done / 1e6:.1f} of {total / 1e6:.1f} MB ({tenth * 10} %)", file=sys.stderr)
             shown = tenth
     return show
 

@@ -197,9 +197,10 @@ def test_files_that_can_not_be_read_are_named(files, tmp_path):
     (tmp_path / "a.safetensors").write_bytes(b"")
     torch.save({"a": 1}, tmp_path / "nothing.pt")
     torch.save(torch.nn.Linear(1, 1), tmp_path / "module.pt")
+    torch.save([torch.ones(2)], tmp_path / "list.pt")
     for name, part in (("text.pt", ""), ("cut.pt", ""), ("cut", ""), ("other", "neither a file of torch.save nor"),
                        ("a.safetensors", "`tessera ckpt import`"), ("nothing.pt", "it has no tensors"),
-                       ("none.pt", "No such file"), ("module.pt", "Weights only load failed")):
+                       ("none.pt", "No such file"), ("list.pt", "must hold a dict"), ("module.pt", "Weights only load failed")):
         text = _error(import_checkpoint, tmp_path / name, tmp_path / "one")
         assert str(tmp_path / name) in text and part in text, text
     assert not (tmp_path / "one").exists()
@@ -238,6 +239,18 @@ def test_what_can_not_be_exported_is_refused_and_the_file_stays(files, tmp_path)
         assert "is damaged" in error(tmp_path / name, damaged)
     assert (tmp_path / "old.pt").read_text() == "old"
     assert sorted(os.listdir(tmp_path)) == ["a.pt.tmp", "damaged", "full", "old.pt", "plain"]
+
+
+def test_an_interrupt_leaves_nothing(files, tmp_path):
+    def stop(done, total):
+        if done > 0:
+            raise KeyboardInterrupt
+
+    for call, source, target in ((export_checkpoint, "SGD.pt.ckpt", "a.pt"), (export_checkpoint, "SGD.pt.ckpt", "a"),
+                                 (import_checkpoint, "SGD.pt", "one"), (import_checkpoint, "SGD.dcp", "one")):
+        with pytest.raises(KeyboardInterrupt):
+            call(files / source, tmp_path / target, progress=stop)
+        assert os.listdir(tmp_path) == []
 
 
 def test_the_command(files, tmp_path, capsys):
