@@ -3,6 +3,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
+#include <utility>
+
 #include "base/files/untrusted.h"
 #include "checkpoint/name_rules.h"
 #include "checkpoint/safetensors.h"

@@ -4,7 +4,9 @@
 #include <tessera/interop/exchange.h>
 
 #include <functional>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "base/dispatch/math_bits.h"
 #include "checkpoint/checkpoint_writer.h"

@@ -1,7 +1,11 @@
 // What exchange.py needs of the library: a checkpoint's tensors, one by one, in both directions.
 #include <tessera/interop/exchange.h>
 
+#include <cstddef>
+#include <filesystem>
+#include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
