@@ -3,8 +3,7 @@
 
 #include <gtest/gtest.h>
 
-namespace tessera {
-namespace blame_test {
+namespace tessera::blame_test {
 
 Blame read(const std::string& text, int self = 0, Culprit culprit = {.ranks = {1}}) {
   return find_blame({{5.0, "rank " + std::to_string(self) + ": [barrier] failed"}, {7.0, text}},
@@ -49,5 +48,4 @@ TEST(Blame, FindsACulpritThatIsNoRank) {
   EXPECT_TRUE(read("rank 1 has not come", 0, port).blames_another);
 }
 
-}  // namespace blame_test
-}  // namespace tessera
+}  // namespace tessera::blame_test

@@ -14,8 +14,7 @@
 #include <iostream>
 #include <tuple>
 
-namespace tessera {
-namespace fault_table_test {
+namespace tessera::fault_table_test {
 
 FaultTable& table() {
   static FaultTable result;
@@ -103,5 +102,4 @@ INSTANTIATE_TEST_SUITE_P(All, FaultTableNightly,
                          Combine(ValuesIn(names_of_all()), Values("arena", "gloo"), Values(2, 4)),
                          name_of);
 
-}  // namespace fault_table_test
-}  // namespace tessera
+}  // namespace tessera::fault_table_test

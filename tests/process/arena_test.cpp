@@ -12,8 +12,7 @@
 
 #include "started_ranks.h"
 
-namespace tessera {
-namespace arena_test {
+namespace tessera::arena_test {
 
 using std::chrono::seconds;
 using std::chrono::steady_clock;
@@ -138,5 +137,4 @@ TEST(ArenaProcesses, RefuseOnAllRanksWhereTheArenaIsForcedAndCanNotBe) {
   EXPECT_TRUE(contains(unknown[1].err, "got 'pigeon'")) << unknown[1].err;
 }
 
-}  // namespace arena_test
-}  // namespace tessera
+}  // namespace tessera::arena_test

@@ -12,8 +12,7 @@
 #include "launched.h"
 #include "launcher/reserved_port.h"
 
-namespace tessera {
-namespace checkpoint_kill_test {
+namespace tessera::checkpoint_kill_test {
 
 using Seconds = std::chrono::duration<double>;
 
@@ -99,5 +98,4 @@ TEST(CheckpointKillNightly, OfTwoRanksLeavesAWholeCheckpointEachOf200Times) {
   expect_whole_after_kills(2, 200);
 }
 
-}  // namespace checkpoint_kill_test
-}  // namespace tessera
+}  // namespace tessera::checkpoint_kill_test

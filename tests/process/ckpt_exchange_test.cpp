@@ -10,8 +10,7 @@
 
 #include "launched.h"
 
-namespace tessera {
-namespace ckpt_exchange_test {
+namespace tessera::ckpt_exchange_test {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
@@ -129,5 +128,4 @@ TEST_F(CkptExchange, WrongRulesAreStatusTwo) {
   }
 }
 
-}  // namespace ckpt_exchange_test
-}  // namespace tessera
+}  // namespace tessera::ckpt_exchange_test

@@ -13,8 +13,7 @@
 #include "launched.h"
 #include "launcher/reserved_port.h"
 
-namespace tessera {
-namespace ckpt_test {
+namespace tessera::ckpt_test {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
@@ -397,5 +396,4 @@ TEST_F(Ckpt, AnswersWrongUsageWithStatusTwo) {
   }
 }
 
-}  // namespace ckpt_test
-}  // namespace tessera
+}  // namespace tessera::ckpt_test

@@ -6,8 +6,7 @@
 
 #include "launched.h"
 
-namespace tessera {
-namespace command_line_test {
+namespace tessera::command_line_test {
 
 ProgramEnd tool(const Command& arguments) { return run_program(with({TESSERA_CLI}, arguments)); }
 
@@ -89,5 +88,4 @@ TEST(CommandLine, RunsAProgramThatIsCalledLikeACommand) {
   EXPECT_TRUE(contains(end.err, "cannot execute 'bench'")) << end.err;
 }
 
-}  // namespace command_line_test
-}  // namespace tessera
+}  // namespace tessera::command_line_test

@@ -8,8 +8,7 @@
 #include "example_files.h"
 #include "launched.h"
 
-namespace tessera {
-namespace compare_speed_test {
+namespace tessera::compare_speed_test {
 
 const Command kTiny = {"--layers", "1",  "--width", "16", "--heads", "2",
                        "--seq",    "16", "--batch", "4",  "--lr",    "0.01"};
@@ -66,5 +65,4 @@ TEST_F(CompareSpeed, NamesTheProgramThatFails) {
   EXPECT_TRUE(contains(end.err, "false --steps 25 ended with status 1")) << end.err;
 }
 
-}  // namespace compare_speed_test
-}  // namespace tessera
+}  // namespace tessera::compare_speed_test

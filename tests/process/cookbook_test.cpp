@@ -9,8 +9,7 @@
 #include "example_files.h"
 #include "launched.h"
 
-namespace tessera {
-namespace cookbook_test {
+namespace tessera::cookbook_test {
 
 namespace fs = std::filesystem;
 
@@ -161,5 +160,4 @@ TEST(Cookbook, EarlyStopping) {
   EXPECT_LT(numbers[3], 24) << "the variance of the targets";
 }
 
-}  // namespace cookbook_test
-}  // namespace tessera
+}  // namespace tessera::cookbook_test

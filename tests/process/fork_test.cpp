@@ -6,8 +6,7 @@
 
 #include "started_ranks.h"
 
-namespace tessera {
-namespace fork_test {
+namespace tessera::fork_test {
 
 class RanksThatFork : public ::testing::TestWithParam<std::string> {};
 
@@ -36,5 +35,4 @@ TEST_P(RanksThatFork, TrainAsThoseThatDoNot) {
 INSTANTIATE_TEST_SUITE_P(All, RanksThatFork,
                          ::testing::Values("read", "workers", "programs", "leave", "collective"));
 
-}  // namespace fork_test
-}  // namespace tessera
+}  // namespace tessera::fork_test

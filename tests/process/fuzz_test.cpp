@@ -10,8 +10,7 @@
 
 #include "launched.h"
 
-namespace tessera {
-namespace fuzz_test {
+namespace tessera::fuzz_test {
 
 namespace fs = std::filesystem;
 
@@ -78,5 +77,4 @@ std::string name_of(const ::testing::TestParamInfo<const char*>& info) { return 
 INSTANTIATE_TEST_SUITE_P(Of, Fuzz, ::testing::ValuesIn(kFormats), name_of);
 INSTANTIATE_TEST_SUITE_P(Of, FuzzNightly, ::testing::ValuesIn(kFormats), name_of);
 
-}  // namespace fuzz_test
-}  // namespace tessera
+}  // namespace tessera::fuzz_test

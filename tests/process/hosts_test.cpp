@@ -8,8 +8,7 @@
 #include "benchmarks/linked_hosts.h"
 #include "launched.h"
 
-namespace tessera {
-namespace hosts_test {
+namespace tessera::hosts_test {
 
 using tools::LinkedHosts;
 
@@ -106,5 +105,4 @@ TEST(ProcessesOnHostsSlow, AreStartedByMpirun) {
   EXPECT_TRUE(contains(end.out, "sum 6, over")) << end.out;
 }
 
-}  // namespace hosts_test
-}  // namespace tessera
+}  // namespace tessera::hosts_test

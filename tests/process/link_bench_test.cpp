@@ -10,8 +10,7 @@
 
 #include "launched.h"
 
-namespace tessera {
-namespace link_bench_test {
+namespace tessera::link_bench_test {
 
 using nlohmann::json;
 
@@ -82,5 +81,4 @@ TEST(LinkBench, RefusesWhatItCannotMeasure) {
   }
 }
 
-}  // namespace link_bench_test
-}  // namespace tessera
+}  // namespace tessera::link_bench_test

@@ -7,8 +7,7 @@
 #include "benchmarks/median.h"
 #include "launched.h"
 
-namespace tessera {
-namespace loop_bench_test {
+namespace tessera::loop_bench_test {
 
 using nlohmann::json;
 
@@ -88,5 +87,4 @@ TEST(LoopBench, NamesTheSwitchesItHas) {
   EXPECT_TRUE(contains(end.err, "'nothing'")) << end.err;
 }
 
-}  // namespace loop_bench_test
-}  // namespace tessera
+}  // namespace tessera::loop_bench_test

@@ -8,8 +8,7 @@
 
 #include "launched.h"
 
-namespace tessera {
-namespace plan_fit_test {
+namespace tessera::plan_fit_test {
 
 using nlohmann::json;
 
@@ -334,5 +333,4 @@ TEST(PlanFit, AnswersWrongArgumentsWithStatusTwo) {
   }
 }
 
-}  // namespace plan_fit_test
-}  // namespace tessera
+}  // namespace tessera::plan_fit_test

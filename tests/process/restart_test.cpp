@@ -16,8 +16,7 @@
 #include "example_files.h"
 #include "launched.h"
 
-namespace tessera {
-namespace restart_test {
+namespace tessera::restart_test {
 
 namespace fs = std::filesystem;
 
@@ -159,5 +158,4 @@ TEST(RestartSlow, TorchrunGoesOnWithoutALostHost) {
   EXPECT_FALSE(contains(end.out, "2 ranks, p_g_os, after step 0:")) << end.out;
 }
 
-}  // namespace restart_test
-}  // namespace tessera
+}  // namespace tessera::restart_test

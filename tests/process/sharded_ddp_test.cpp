@@ -7,8 +7,7 @@
 #include "example_files.h"
 #include "launched.h"
 
-namespace tessera {
-namespace sharded_ddp_test {
+namespace tessera::sharded_ddp_test {
 
 constexpr std::chrono::seconds kLimit{50};
 constexpr size_t kEpochs = 16, kStepsPerEpoch = 22;
@@ -106,5 +105,4 @@ TEST(ShardedDdpExample, SaysHowToMakeAFileThatIsMissingOrWrong) {
                        "must have pixels up to 16 and labels up to 9; got 1 and 10"));
 }
 
-}  // namespace sharded_ddp_test
-}  // namespace tessera
+}  // namespace tessera::sharded_ddp_test

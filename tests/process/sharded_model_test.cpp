@@ -8,8 +8,7 @@
 #include "example_files.h"
 #include "launched.h"
 
-namespace tessera {
-namespace sharded_model_test {
+namespace tessera::sharded_model_test {
 
 constexpr std::chrono::seconds kLimit{100};
 
@@ -75,5 +74,4 @@ TEST_F(ShardedModelExample, RefusesABatchThatTheRanksCanNotShare) {
       << training.end.err;
 }
 
-}  // namespace sharded_model_test
-}  // namespace tessera
+}  // namespace tessera::sharded_model_test

@@ -8,8 +8,7 @@
 
 #include "launched.h"
 
-namespace tessera {
-namespace signal_test {
+namespace tessera::signal_test {
 
 TEST(Signal, IsPassedOnToAllRanks) {
   for (int signal : {SIGINT, SIGTERM, SIGHUP}) {
@@ -30,42 +29,39 @@ TEST(Signal, IsPassedOnToAllRanks) {
 }
 
 TEST(Signal, GivesItsStatusToAJobThatItEnds) {
-  ProgramRun run(launched({"-n", "2"}, {"--pid", "--sleep", "60"}));
+  ProgramRun run(launched({"-n", "2"}, {"--pid", "--sleep", "600"}));
   ASSERT_TRUE(run.wait_for_output("pid ", 2));
   run.signal(SIGINT);
   const auto end = run.wait();
   EXPECT_EQ(end.status, 130);
   EXPECT_EQ(last_line(end.err), "tessera run: interrupted by signal 2 (Interrupt)");
-  EXPECT_LT(end.seconds, 20);
 }
 
 TEST(Signal, KillsAtTheSecondInterrupt) {
   ProgramRun run(
-      launched({"-n", "2"}, {"--tell", "2", "--ignore", "15", "--pid", "--sleep", "60"}));
+      launched({"-n", "2"}, {"--tell", "2", "--ignore", "15", "--pid", "--sleep", "600"}));
   ASSERT_TRUE(run.wait_for_output("pid ", 2));
   run.signal(SIGINT);
   ASSERT_TRUE(run.wait_for_output("got 02", 2));
   run.signal(SIGINT);
   const auto end = run.wait();
   EXPECT_EQ(end.status, 130);
-  EXPECT_LT(end.seconds, 20);
   EXPECT_TRUE(all_end(numbers_after(end.out, "pid")));
 }
 
 TEST(Signal, EndsRanksThatIgnoreItAfterAWhile) {
   ProgramRun run(launched({"-n", "2", "--interrupt-grace", "0.3"},
-                          {"--ignore", "1", "--ignore", "15", "--pid", "--sleep", "60"}));
+                          {"--ignore", "1", "--ignore", "15", "--pid", "--sleep", "600"}));
   ASSERT_TRUE(run.wait_for_output("pid ", 2));
   run.signal(SIGHUP);
   const auto end = run.wait();
   EXPECT_EQ(end.status, 129);
-  EXPECT_LT(end.seconds, 20);
   EXPECT_TRUE(all_end(numbers_after(end.out, "pid")));
 }
 
 TEST(Signal, OfTheUserEndsNothing) {
   ProgramRun run(
-      launched({"-n", "2"}, {"--tell", "10", "--print", "ready", "--wait-signal", "60"}));
+      launched({"-n", "2"}, {"--tell", "10", "--print", "ready", "--wait-signal", "600"}));
   ASSERT_TRUE(run.wait_for_output("ready", 2));
   run.signal(SIGUSR1);
   const auto end = run.wait();
@@ -108,7 +104,7 @@ TEST(Signal, ThatWasIgnoredStaysIgnored) {
 }
 
 TEST(Signal, EndsAJobWhoseOutputNobodyReads) {
-  ProgramRun run(launched({"-n", "2"}, {"--pid", "--long-line", "8000000", "--sleep", "60"}));
+  ProgramRun run(launched({"-n", "2"}, {"--pid", "--long-line", "8000000", "--sleep", "600"}));
   ASSERT_TRUE(run.wait_for_output("pid ", 2));
   std::this_thread::sleep_for(std::chrono::milliseconds(300));  // all pipes are full now
   run.signal(SIGTERM);                                          // ends the ranks
@@ -124,5 +120,4 @@ TEST(Signal, EndsAJobWhoseOutputNobodyReads) {
   EXPECT_EQ(run.wait().status, 143);
 }
 
-}  // namespace signal_test
-}  // namespace tessera
+}  // namespace tessera::signal_test

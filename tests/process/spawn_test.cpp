@@ -5,8 +5,7 @@
 
 #include "launched.h"
 
-namespace tessera {
-namespace spawn_test {
+namespace tessera::spawn_test {
 
 /// Loading LibTorch takes its time on a busy machine.
 constexpr std::chrono::seconds kLimit{100};
@@ -64,5 +63,4 @@ TEST(SpawnedTraining, SaysWhichRankFailed) {
   EXPECT_NE(threads.end.err.find("of 2"), std::string::npos) << threads.end.err;
 }
 
-}  // namespace spawn_test
-}  // namespace tessera
+}  // namespace tessera::spawn_test

@@ -6,8 +6,7 @@
 
 #include "started_ranks.h"
 
-namespace tessera {
-namespace start_test {
+namespace tessera::start_test {
 
 // With malloc alone: the limit is on addresses, and the page heap reserves many.
 std::vector<ProgramEnd> start(int ranks, const std::string& mode, const std::string& mib) {
@@ -38,5 +37,4 @@ TEST(SlowStart, AModelThatDoesNotFitStartsSharded) {
   }
 }
 
-}  // namespace start_test
-}  // namespace tessera
+}  // namespace tessera::start_test

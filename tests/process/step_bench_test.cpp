@@ -6,8 +6,7 @@
 
 #include "launched.h"
 
-namespace tessera {
-namespace step_bench_test {
+namespace tessera::step_bench_test {
 
 using nlohmann::json;
 
@@ -130,5 +129,4 @@ TEST(StepBench, PrintsATableWithTheLimitAndTheParts) {
   }
 }
 
-}  // namespace step_bench_test
-}  // namespace tessera
+}  // namespace tessera::step_bench_test

@@ -6,8 +6,7 @@
 #include "example_files.h"
 #include "launched.h"
 
-namespace tessera {
-namespace tensor_parallel_test {
+namespace tessera::tensor_parallel_test {
 
 constexpr std::chrono::seconds kLimit{100};
 
@@ -78,5 +77,4 @@ TEST(TensorParallelExample, RefusesHeadsThatTheRanksCanNotShare) {
       << training.end.err;
 }
 
-}  // namespace tensor_parallel_test
-}  // namespace tessera
+}  // namespace tessera::tensor_parallel_test

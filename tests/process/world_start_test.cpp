@@ -22,13 +22,11 @@
 #include "launched.h"
 #include "launcher/reserved_port.h"
 
-namespace tessera {
-namespace world_start_test {
+namespace tessera::world_start_test {
 
-/// Loading LibTorch takes its time on a busy machine.
+/// Loading LibTorch takes its time on a busy machine. Far below the timeout that is used without
+/// TESSERA_TIMEOUT, ten minutes, for which no rank may wait.
 constexpr std::chrono::seconds kLimit{100};
-/// Far below the timeout that is used without TESSERA_TIMEOUT, ten minutes.
-constexpr double kSoon = 45;
 
 using Environment = std::map<std::string, std::string>;
 
@@ -139,7 +137,6 @@ TEST(WorldStart, RefusesARankThatIsNotBelowTheWorldSize) {
   EXPECT_TRUE(contains(end.err, "RANK")) << end.err;
   EXPECT_TRUE(contains(end.err, "WORLD_SIZE")) << end.err;
   EXPECT_TRUE(contains(end.err, "3")) << end.err;
-  EXPECT_LT(end.seconds, kSoon) << "the contradiction is seen without waiting for anybody";
 }
 
 TEST(WorldStart, NamesTheAddressThatItCannotReach) {
@@ -153,7 +150,6 @@ TEST(WorldStart, NamesTheAddressThatItCannotReach) {
     EXPECT_EQ(end.status, 1) << "rank " << rank;
     EXPECT_TRUE(contains(end.err, "127.0.0.1") && contains(end.err, std::to_string(port.number())))
         << "rank " << rank << ": " << end.err;
-    EXPECT_LT(end.seconds, kSoon) << "rank " << rank;
   }
 }
 
@@ -165,7 +161,6 @@ TEST(WorldStart, NamesAnAddressOutsideThisMachineThatItCannotReach) {
                                 {"TESSERA_TIMEOUT", "2"}});
   EXPECT_EQ(end.status, 1);
   EXPECT_TRUE(contains(end.err, "192.0.2.1")) << end.err;
-  EXPECT_LT(end.seconds, kSoon);
 }
 
 TEST(WorldStart, EndsTheJobWhenARankDiesBeforeItJoins) {
@@ -175,7 +170,6 @@ TEST(WorldStart, EndsTheJobWhenARankDiesBeforeItJoins) {
                   {.environment = clean_environment({{"TESSERA_TIMEOUT", "20"}}), .limit = kLimit});
   EXPECT_EQ(end.status, 137);
   EXPECT_EQ(last_line(end.err), "tessera run: rank 1 failed first: killed by signal 9 (Killed)");
-  EXPECT_LT(end.seconds, kSoon);
 }
 
 TEST(WorldStart, LogsTheTransportOnceIfAsked) {
@@ -291,7 +285,6 @@ TEST(WorldStart, AnotherServiceOnThePortIsAnErrorWithinTheTimeout) {
     expect_error(ends[0], {"[init] rank 0 of 2", "port " + port, "another process", "MASTER_PORT"});
     expect_error(ends[1], {"[init] rank 1 of 2", "127.0.0.1:" + port, "timeout 3.0 s"});
     if (answer.empty()) expect_error(ends[1], {"another service has this port"});
-    for (const ProgramEnd& end : ends) EXPECT_LT(end.seconds, kSoon);
   }
 }
 
@@ -316,16 +309,14 @@ TEST(WorldStart, NamesARankThatEndsBeforeAllAreThere) {
   const ProgramEnd end = first.wait();
   EXPECT_EQ(end.status, 1);
   EXPECT_TRUE(contains(end.out, name) && contains(end.out, "has ended")) << end.out;
-  EXPECT_LT(end.seconds, kSoon);
 }
 
 TEST(WorldStart, ARankNumberThatComesTwiceIsAnErrorOnAllRanks) {
-  RanksByHand ranks(3, {{"TESSERA_TIMEOUT", "60"}, {"TESSERA_JOB", "blue"}});
+  RanksByHand ranks(3, {{"TESSERA_TIMEOUT", "600"}, {"TESSERA_JOB", "blue"}});
   const pid_t other = ranks.start(1).pid(), twin = ranks.start(1).pid();
   ranks.start(0);
   for (const ProgramEnd& end : ranks.wait()) {
     expect_error(end, {"rank 1 joined twice", std::to_string(other), std::to_string(twin)});
-    EXPECT_LT(end.seconds, kSoon);
   }
 }
 
@@ -409,7 +400,7 @@ TEST(WorldStart, RanksFromTwoShellsWithDifferentArgumentsAreOneJob) {
 }
 
 TEST(WorldStart, ASecondInitOfAProcessIsRefusedAtOnce) {
-  RanksByHand ranks(2, {{"TESSERA_TIMEOUT", "60"}});
+  RanksByHand ranks(2, {{"TESSERA_TIMEOUT", "600"}});
   ranks.start(0, {}, {"--twice"}), ranks.start(1, {}, {"--twice"});
   const auto ends = ranks.wait();
   for (int rank = 0; rank < 2; ++rank) {
@@ -418,7 +409,6 @@ TEST(WorldStart, ASecondInitOfAProcessIsRefusedAtOnce) {
     EXPECT_TRUE(contains(end.out, "this one is rank " + std::to_string(rank) + " of 2 already"))
         << end.out;
     EXPECT_TRUE(contains(end.out, "again 3")) << end.out;
-    EXPECT_LT(end.seconds, kSoon);
   }
 }
 
@@ -522,15 +512,13 @@ TEST(WorldStart, AVisitorThatLeavesBeforeItsAnswersEndsNobody) {
 class ChildOfAKilledRank : public ::testing::TestWithParam<const char*> {};
 
 TEST_P(ChildOfAKilledRank, HasNoneOfItsConnections) {
-  RanksByHand ranks(2, {{"TESSERA_TIMEOUT", "60"}, {"TESSERA_TRANSPORT", "gloo"}});
+  RanksByHand ranks(2, {{"TESSERA_TIMEOUT", "600"}, {"TESSERA_TRANSPORT", "gloo"}});
   auto& first = ranks.start(0, {}, {"--child", GetParam()});
   auto& last = ranks.start(1, {}, {"--child", GetParam()});
   ASSERT_TRUE(last.wait_for_output("child ") && first.wait_for_output("rank 0 of 2"));
   std::this_thread::sleep_for(std::chrono::milliseconds(300));  // until the child runs
-  const auto start = std::chrono::steady_clock::now();
   last.signal(SIGKILL);
   const ProgramEnd end = first.wait();
-  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
   expect_error(end, {"rank 1"});
   const auto children = numbers_after(last.output(), "child");
   ASSERT_EQ(children.size(), 1);
@@ -540,5 +528,4 @@ TEST_P(ChildOfAKilledRank, HasNoneOfItsConnections) {
 
 INSTANTIATE_TEST_SUITE_P(All, ChildOfAKilledRank, ::testing::Values("fork", "exec"));
 
-}  // namespace world_start_test
-}  // namespace tessera
+}  // namespace tessera::world_start_test

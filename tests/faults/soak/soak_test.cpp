@@ -10,8 +10,7 @@
 #include "launcher/reserved_port.h"
 #include "process/launched.h"
 
-namespace tessera {
-namespace soak_test {
+namespace tessera::soak_test {
 
 struct Sample {
   long step = 0, resident_kib = 0, descriptors = 0, threads = 0;
@@ -96,5 +95,4 @@ std::string name_of(const ::testing::TestParamInfo<std::string>& info) { return 
 INSTANTIATE_TEST_SUITE_P(Over, Soak, kTransports, name_of);
 INSTANTIATE_TEST_SUITE_P(Over, SoakNightly, kTransports, name_of);
 
-}  // namespace soak_test
-}  // namespace tessera
+}  // namespace tessera::soak_test
