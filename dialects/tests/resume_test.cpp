@@ -12,11 +12,9 @@
 #include <vector>
 
 #include "support/models.h"
-#include "support/run_world.h"
 #include "support/scratch_directory.h"
 
-namespace tessera::testing {
-namespace resume_test {
+namespace tessera::testing::resume_test {
 
 namespace fs = std::filesystem;
 using torch::optim::AdamW;
@@ -332,5 +330,4 @@ TEST_P(Resume, GivesTheBitsOfAnUninterruptedRun) {
   }
 }
 
-}  // namespace resume_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::resume_test

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "support/error_of.h"
 #include "support/models.h"
-#include "support/run_world.h"
 
 namespace tessera::testing {
 
@@ -141,10 +141,6 @@ std::string message_of(F&& f) {
   }
   ADD_FAILURE() << "no error";
   return "";
-}
-
-inline void expect_contains(const std::string& text, const std::string& part) {
-  EXPECT_NE(text.find(part), std::string::npos) << "no '" << part << "' in: " << text;
 }
 
 }  // namespace tessera::testing

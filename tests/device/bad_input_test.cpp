@@ -10,16 +10,14 @@
 #include <vector>
 
 #include "device/sim_tensors.h"
+#include "support/error_of.h"
 #include "support/even_stack.h"
 #include "support/models.h"
-#include "support/run_world.h"
 #include "support/sim_device/sim_device.h"
 
-namespace tessera {
-namespace bad_input_test {
+namespace tessera::testing::bad_input_test {
 
-using namespace testing;
-using sim_tensors::error_of;
+using sim_tensors::error_text;
 using namespace std::chrono_literals;
 
 constexpr int64_t kWidth = 64, kLayers = 4, kRows = 4;
@@ -30,14 +28,12 @@ std::shared_ptr<EvenStack> stack_on(c10::Device device) {
   return net;
 }
 
-void expect_has(const std::string& text, const std::string& part) {
-  EXPECT_NE(text.find(part), std::string::npos) << "expected \"" << part << "\" in: " << text;
-}
+void expect_has(const std::string& text, const std::string& part) { expect_contains(text, {part}); }
 
 TEST(BadDevices, TypesMustBeEqualOnAllRanks) {
   run_world(3, [](World& world) {
     const auto net = stack_on(world.rank() == 1 ? c10::Device(at::kCPU) : test_device());
-    const std::string error = error_of([&] { fully_shard(net); });
+    const std::string error = error_text([&] { fully_shard(net); });
     expect_has(error, "must be the same on all ranks");
     expect_has(error, "rank 0 has 'fc0.weight' Float [64, 64] with strides [64, 1] on sim");
     expect_has(error, "rank 1 has 'fc0.weight' Float [64, 64] with strides [64, 1] on cpu");
@@ -47,7 +43,7 @@ TEST(BadDevices, TypesMustBeEqualOnAllRanks) {
 TEST(BadDevices, TwoRanksOnOne) {
   run_world(3, [](World& world) {
     const auto net = stack_on(sim::device(world.rank() == 2 ? 0 : world.rank()));
-    const std::string error = error_of([&] { fully_shard(net); });
+    const std::string error = error_text([&] { fully_shard(net); });
     expect_has(error, "ranks 0 and 2 have their parameters on one");
     expect_has(error, "World::local_rank()");
   });
@@ -58,7 +54,7 @@ TEST(BadDevices, APlanNeedsOneThatIsThere) {
     const auto net = stack_on(c10::Device(at::kCPU));
     ShardPlan plan;
     if (world.rank() == 1) plan.device = c10::Device(c10::DeviceType::PrivateUse1, 9);
-    const std::string error = error_of([&] { fully_shard(net, plan); });
+    const std::string error = error_text([&] { fully_shard(net, plan); });
     expect_has(error, "4 devices of type");
     // The plan of rank 0 is in order: nothing has changed, and the next call is fine.
     const ShardedModule sharded = fully_shard(net, {.device = test_device()});
@@ -72,7 +68,7 @@ TEST(BadDevices, ConnectionsOfTheHostDoNotCarryTheirTensors) {
     const auto keys = c10::make_intrusive<c10d::PrefixStore>("gloo alone", world.store());
     const auto host = gloo_process_group(keys, world.rank(), world.size(), 20s);
     const auto net = stack_on(test_device());
-    const std::string error = error_of([&] { fully_shard(net, {.process_group = host}); });
+    const std::string error = error_text([&] { fully_shard(net, {.process_group = host}); });
     expect_has(error, "init({.backend = ...}), with one of nccl, simccl");
   });
 }
@@ -106,16 +102,14 @@ void expect_all_are_told(std::vector<int64_t> widths, const std::string& failed)
         sim::synchronize(test_device());
         if (world.rank() == 1)
           sim::set_memory_limit(test_device(), sim::memory(test_device()).live + (24 << 10));
-        const auto start = std::chrono::steady_clock::now();
-        const std::string error = error_of([&] { step(1); });
-        EXPECT_LT(std::chrono::steady_clock::now() - start, 10s);
+        const std::string error = error_text([&] { step(1); });
         expect_has(error, "rank 1");
         expect_has(error, "out of memory");
         expect_has(error, failed);
         if (world.rank() == 1) {
           expect_has(error, "plan.prefetch");
           sim::set_memory_limit(test_device(), int64_t{1} << 30);
-          expect_has(error_of([&] { step(2); }), "any more");
+          expect_has(error_text([&] { step(2); }), "any more");
         }
       },
       30s);
@@ -154,5 +148,4 @@ TEST(BadDevices, NoMemoryInTheMiddleOfAReduction) {
   expect_all_are_told({64, 64, 64, 64, 64}, "reduce the gradients of unit 'fc3");
 }
 
-}  // namespace bad_input_test
-}  // namespace tessera
+}  // namespace tessera::testing::bad_input_test

@@ -16,13 +16,9 @@
 #include "device/sim_tensors.h"
 #include "support/even_stack.h"
 #include "support/models.h"
-#include "support/run_world.h"
 #include "support/sim_device/sim_device.h"
 
-namespace tessera {
-namespace overlap_test {
-
-using namespace testing;
+namespace tessera::testing::overlap_test {
 
 constexpr int64_t kWidth = 64, kLayers = 4, kRows = 4;
 constexpr int64_t kUnitBytes = kWidth * kWidth * 4;
@@ -198,5 +194,4 @@ TEST(Overlap, MoreUnitsTakeNoMoreMemoryDuringAStep) {
   });
 }
 
-}  // namespace overlap_test
-}  // namespace tessera
+}  // namespace tessera::testing::overlap_test

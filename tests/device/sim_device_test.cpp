@@ -12,11 +12,9 @@
 
 #include "device/sim_tensors.h"
 
-namespace tessera {
-namespace sim_device_test {
+namespace tessera::testing::sim_device_test {
 
 using namespace sim_tensors;
-using namespace testing;
 using namespace std::chrono_literals;
 
 TEST(SimDeviceMemoryDeathTest, HostReadOfDeviceMemoryIsASegmentationFault) {
@@ -210,10 +208,10 @@ TEST(SimDeviceStreams, FaultIsThrownByTheNextSynchronization) {
   const at::Tensor index = torch::full({3}, 9, on(0, at::kLong));
   at::Tensor taken;
   EXPECT_NO_THROW(taken = table.index_select(0, index));
-  EXPECT_TRUE(contains(error_of([&] { current_stream().synchronize(); }), "out of range"));
+  EXPECT_TRUE(contains(error_text([&] { current_stream().synchronize(); }), "out of range"));
   EXPECT_NO_THROW(sim::synchronize());
   taken = table.index_select(0, index);
-  EXPECT_TRUE(contains(error_of([&] { taken.sum().item(); }), "out of range"));
+  EXPECT_TRUE(contains(error_text([&] { taken.sum().item(); }), "out of range"));
 }
 
 // Runs operations on two streams at once.
@@ -307,5 +305,4 @@ TEST(SimDeviceCopies, ConvertBroadcastAndCrossDevices) {
   EXPECT_TRUE(same_bits(torch::tensor({1, 2, 3}, on(2, at::kLong)), torch::tensor({1, 2, 3})));
 }
 
-}  // namespace sim_device_test
-}  // namespace tessera
+}  // namespace tessera::testing::sim_device_test

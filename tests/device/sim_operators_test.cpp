@@ -11,11 +11,9 @@
 
 #include "device/sim_tensors.h"
 
-namespace tessera {
-namespace sim_operators_test {
+namespace tessera::testing::sim_operators_test {
 
 using namespace sim_tensors;
-using namespace testing;
 using namespace std::chrono_literals;
 
 TEST(SimDeviceKernels, TakeCpuNumbersAndNoOtherCpuTensors) {
@@ -27,7 +25,7 @@ TEST(SimDeviceKernels, TakeCpuNumbersAndNoOtherCpuTensors) {
   EXPECT_TRUE(same_bits(y, torch::full({4}, 4.5F)));
   EXPECT_TRUE(same_bits(torch::where(x > 0, x, torch::tensor(0.0F)), torch::ones({4})));
   const auto is_refused = [&](const std::function<void()>& call) {
-    return contains(error_of(call), "Expected all tensors to be on the same device");
+    return contains(error_text(call), "Expected all tensors to be on the same device");
   };
   EXPECT_TRUE(is_refused([&] { x + torch::ones({4}); }));
   EXPECT_TRUE(is_refused([&] { x.add_(torch::ones({4})); }));
@@ -36,7 +34,7 @@ TEST(SimDeviceKernels, TakeCpuNumbersAndNoOtherCpuTensors) {
   EXPECT_TRUE(is_refused([&] { torch::ones({4}).add_(x); }));
   EXPECT_TRUE(is_refused([&] { x.index_select(0, torch::zeros({1}, at::kLong)); }));
   EXPECT_TRUE(same_bits(x.index({torch::zeros({2}, at::kLong)}), torch::ones({2})));
-  EXPECT_TRUE(contains(error_of([&] { torch::mm(x.view({2, 2}), x.view({1, 4})); }), "shapes"));
+  EXPECT_TRUE(contains(error_text([&] { torch::mm(x.view({2, 2}), x.view({1, 4})); }), "shapes"));
 }
 
 TEST(SimDeviceKernels, OperatorsWhoseSizesDependOnDataMakeTheHostWait) {
@@ -117,8 +115,9 @@ TEST(SimDeviceKernels, GeneratorHasSeedAndState) {
   EXPECT_TRUE(same_bits(torch::randn({3}, on(1)), a));
   at::Generator own = generator.clone();
   EXPECT_TRUE(same_bits(torch::randn({3}, own, on(1)), torch::randn({3}, on(1))));
-  EXPECT_TRUE(contains(error_of([] { torch::randn({3}, at::detail::createCPUGenerator(), on(1)); }),
-                       "device type for generator"));
+  EXPECT_TRUE(
+      contains(error_text([] { torch::randn({3}, at::detail::createCPUGenerator(), on(1)); }),
+               "device type for generator"));
 }
 
 struct Case {
@@ -484,5 +483,4 @@ TEST(SimDeviceTraining, AutocastChoosesDtypes) {
   EXPECT_EQ(other.scalar_type(), at::kFloat);
 }
 
-}  // namespace sim_operators_test
-}  // namespace tessera
+}  // namespace tessera::testing::sim_operators_test

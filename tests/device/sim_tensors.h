@@ -40,7 +40,7 @@ T peeked(const at::Tensor& tensor, int64_t index = 0) {
 }
 
 template <class Function>
-std::string error_of(const Function& function) {
+std::string error_text(const Function& function) {
   try {
     function();
   } catch (const std::exception& error) {

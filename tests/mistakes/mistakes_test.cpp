@@ -8,12 +8,8 @@
 #include <thread>
 
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace mistakes_test {
-
-using namespace testing;
+namespace tessera::testing::mistakes_test {
 
 constexpr int64_t kWidth = 9, kOut = 3, kRows = 8;
 
@@ -474,7 +470,7 @@ std::vector<Outcome> outcomes(const Mistake& mistake, int ranks, Transport trans
     }
   };
   try {
-    run_world(ranks, program, std::chrono::seconds(3), transport);
+    run_over(transport, ranks, program, std::chrono::seconds(3));
   } catch (const std::exception& error) {
     for (const Outcome& outcome : all)
       if (!outcome.error.empty()) return all;
@@ -488,7 +484,7 @@ class Mistakes : public ::testing::TestWithParam<Mistake> {};
 TEST_P(Mistakes, EndsWithAnErrorOrTheNumbersOfOneProcess) {
   const Mistake& mistake = GetParam();
   for (const int ranks : {1, 2, 4}) {
-    for (const Transport transport : {Transport::kGloo, Transport::kArena}) {
+    for (const Transport transport : kTransports) {
       SCOPED_TRACE(fmt::format("{} ranks over {}", ranks,
                                transport == Transport::kGloo ? "Gloo" : "the arena"));
       const auto all = outcomes(mistake, ranks, transport);
@@ -518,5 +514,4 @@ TEST_P(Mistakes, EndsWithAnErrorOrTheNumbersOfOneProcess) {
 INSTANTIATE_TEST_SUITE_P(OfUsers, Mistakes, ::testing::ValuesIn(kMistakes),
                          [](const auto& info) { return std::string(info.param.name); });
 
-}  // namespace mistakes_test
-}  // namespace tessera
+}  // namespace tessera::testing::mistakes_test

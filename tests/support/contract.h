@@ -29,9 +29,11 @@ inline ProcessGroupPtr make_process_group(Kind kind, World& world) {
   }
   if (kind == Kind::kBackend) {
     const auto keys = c10::make_intrusive<c10d::PrefixStore>("backend", world.store());
-    return backend_process_group(gloo_backend(keys, world.rank(), world.size(),
-                                              world.process_group()->timeout(), "127.0.0.1"),
-                                 world.process_group()->timeout());
+    auto group = backend_process_group(gloo_backend(keys, world.rank(), world.size(),
+                                                    world.process_group()->timeout(), "127.0.0.1"),
+                                       world.process_group()->timeout());
+    world.process_group()->barrier({"connected"});  // no rank leaves while others connect
+    return group;
   }
   return tracing_process_group(
       counting_process_group(fault_process_group(world.process_group(), {})), 8);
@@ -69,9 +71,7 @@ class ProcessGroupContract : public ::testing::TestWithParam<std::tuple<Kind, in
       return;
     }
     const auto transport = kind == Kind::kArena ? Transport::kArena : Transport::kGloo;
-    run_world(
-        size(), [&](World& world) { fn(*make_process_group(kind, world)); },
-        std::chrono::seconds(30), transport);
+    run_over(transport, size(), [&](World& world) { fn(*make_process_group(kind, world)); });
   }
 
   // Even, uneven, with empty parts, small enough to be packed and long enough for several messages.

@@ -5,6 +5,8 @@
 #include <functional>
 #include <string>
 
+#include "support/expect_contains.h"
+
 namespace tessera::testing {
 
 /// Returns the message of the `Error` that `f` throws, without its backtrace, or "no error".

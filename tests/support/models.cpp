@@ -1,12 +1,36 @@
 #include "support/models.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 
-#include "support/run_world.h"
+#include "support/sharded_job.h"
 
 namespace tessera::testing {
+
+std::vector<ShardPlan> at_each_level(const ShardPlan& plan) {
+  std::vector<ShardPlan> plans(std::size(kAllLevels), plan);
+  for (size_t i = 0; i < plans.size(); ++i) plans[i].level = kAllLevels[i];
+  return plans;
+}
+
+std::vector<ShardPlan> with_each_partition(const ShardPlan& plan) {
+  std::vector<ShardPlan> plans;
+  for (ShardPlan at_level : at_each_level(plan)) {
+    for (const Partition partition : kPartitions) {
+      at_level.partition = partition;
+      plans.push_back(at_level);
+    }
+  }
+  return plans;
+}
+
+std::string describe(int ranks, const ShardPlan& plan) {
+  return fmt::format("{} ranks, level {}, partition {}, units of {}, offload {}", ranks,
+                     int(plan.level), int(plan.partition), plan.unit_bytes.value_or(-1),
+                     int(plan.offload));
+}
 
 Mlp::Mlp(int64_t width, int64_t layers, int64_t out) {
   for (int64_t i = 0; i < layers; ++i) {
@@ -33,8 +57,8 @@ Batch global_batch(int64_t step, int64_t rows, int64_t in, int64_t out) {
   return {on_test_device(x), on_test_device(y)};
 }
 
-std::vector<NamedTensor> plain_state(torch::nn::Module& module) {
-  std::vector<NamedTensor> state;
+State plain_state(torch::nn::Module& module) {
+  State state;
   const auto add = [&](const auto& item) {
     state.push_back({item.key(), item.value().detach().clone().cpu()});
   };
@@ -44,8 +68,7 @@ std::vector<NamedTensor> plain_state(torch::nn::Module& module) {
 }
 
 void for_each_pair(
-    const std::vector<NamedTensor>& actual, const std::vector<NamedTensor>& expected,
-    const std::string& what,
+    const State& actual, const State& expected, const std::string& what,
     const std::function<void(const NamedTensor& want, const torch::Tensor& got)>& compare) {
   ASSERT_EQ(actual.size(), expected.size()) << what;
   for (const NamedTensor& want : expected) {
@@ -56,8 +79,7 @@ void for_each_pair(
   }
 }
 
-void expect_same_state(const std::vector<NamedTensor>& actual,
-                       const std::vector<NamedTensor>& expected, double tolerance,
+void expect_same_state(const State& actual, const State& expected, double tolerance,
                        const std::string& what) {
   for_each_pair(actual, expected, what, [&](const NamedTensor& want, const torch::Tensor& tensor) {
     const torch::Tensor got = tensor.cpu(), wanted = want.tensor.cpu();
@@ -68,13 +90,23 @@ void expect_same_state(const std::vector<NamedTensor>& actual,
   });
 }
 
+TrainingRun in_dtype(TrainingRun run, torch::Dtype dtype) {
+  run.make_net = [make_net = run.make_net, dtype] {
+    const auto net = make_net();
+    net->to(dtype);
+    return net;
+  };
+  return run;
+}
+
 torch::Tensor rank_loss(Net& net, const Batch& batch, int rank, int size, int step) {
   net.rank = rank;
   net.step = step;
-  return torch::mse_loss(net.forward(rows_of(batch.x, rank, size)), rows_of(batch.y, rank, size));
+  const torch::Tensor y = net.forward(rows_of(batch.x, rank, size).to(net.dtype()));
+  return torch::mse_loss(y.to(torch::kFloat), rows_of(batch.y, rank, size));
 }
 
-std::vector<NamedTensor> train_alone(const TrainingRun& run, int ranks) {
+State train_alone(const TrainingRun& run, int ranks) {
   const auto net = run.make_net();
   const auto optimizer = run.make_optimizer(*net);
   for (int step = 0; step < run.steps; ++step) {
@@ -88,22 +120,20 @@ std::vector<NamedTensor> train_alone(const TrainingRun& run, int ranks) {
   return plain_state(*net);
 }
 
-std::vector<NamedTensor> train_sharded(const TrainingRun& run, World& world, const ShardPlan& plan,
-                                       const ShardedOptimizerOptions& options) {
-  const auto net = run.make_net();
-  const auto inner = run.make_optimizer(*net);
-  auto sharded = fully_shard(net, plan);
-  ShardedOptimizer optimizer(sharded, *inner, options);
-  for (int step = 0; step < run.steps; ++step) {
-    const Batch batch = global_batch(step, run.rows, run.in, run.out);
-    optimizer.zero_grad();
-    rank_loss(*net, batch, world.rank(), world.size(), step).backward();
-    optimizer.step();
-  }
-  return sharded.full_state();
+State train_sharded(const TrainingRun& run, World& world, const ShardPlan& plan,
+                    const ShardedOptimizerOptions& options) {
+  ShardedJob job(run, world, plan, options);
+  job.train(0, run.steps);
+  return job.state();
 }
 
 double tolerance_of(int ranks) { return ranks == 3 ? 2e-6 : 0; }
+
+void expect_same_states(const std::vector<State>& of_ranks, const State& expected, double tolerance,
+                        const std::string& what) {
+  expect_same_state(of_ranks[0], expected, tolerance, what);
+  for (const State& state : of_ranks) expect_same_state(state, of_ranks[0], 0, what + ", replicas");
+}
 
 void expect_parity(const TrainingRun& run, int ranks, const ShardPlan& plan,
                    const std::string& what, const ShardedOptimizerOptions& options,
@@ -111,22 +141,50 @@ void expect_parity(const TrainingRun& run, int ranks, const ShardPlan& plan,
   expect_parity_of_each(run, ranks, {{plan, what, options, tolerance}});
 }
 
-void expect_parity_of_each(const TrainingRun& run, int ranks,
-                           const std::vector<ParityCase>& cases) {
-  const auto expected = train_alone(run, ranks);
-  // By case and rank.
-  std::vector<std::vector<std::vector<NamedTensor>>> states(
-      cases.size(), std::vector<std::vector<NamedTensor>>(ranks));
-  run_world(ranks, [&](World& world) {
+std::vector<std::vector<State>> train_each(const TrainingRun& run, int ranks,
+                                           const std::vector<ParityCase>& cases,
+                                           std::optional<Transport> transport) {
+  std::vector<std::vector<State>> states(cases.size(), std::vector<State>(ranks));
+  const auto on_rank = [&](World& world) {
     for (size_t i = 0; i < cases.size(); ++i)
       states[i][world.rank()] = train_sharded(run, world, cases[i].plan, cases[i].options);
-  });
+  };
+  run_world(ranks, on_rank, std::chrono::seconds(30), transport);
+  return states;
+}
+
+void expect_parity_of_each(const TrainingRun& run, int ranks, const std::vector<ParityCase>& cases,
+                           std::optional<Transport> transport) {
+  expect_each_has(train_alone(run, ranks), run, ranks, cases, transport);
+}
+
+void expect_each_has(const State& expected, const TrainingRun& run, int ranks,
+                     const std::vector<ParityCase>& cases, std::optional<Transport> transport) {
+  const auto states = train_each(run, ranks, cases, transport);
   for (size_t i = 0; i < cases.size(); ++i) {
     const auto& [plan, what, options, tolerance] = cases[i];
-    expect_same_state(states[i][0], expected, tolerance < 0 ? tolerance_of(ranks) : tolerance,
-                      what);
-    for (const auto& state : states[i])
-      expect_same_state(state, states[i][0], 0, what + ", replicas");
+    expect_same_states(states[i], expected, tolerance < 0 ? tolerance_of(ranks) : tolerance,
+                       what + " " + describe(ranks, plan));
+  }
+}
+
+std::vector<ParityCase> cases_of(const std::vector<ShardPlan>& plans, double tolerance) {
+  std::vector<ParityCase> cases;
+  for (const ShardPlan& plan : plans) cases.push_back({.plan = plan, .tolerance = tolerance});
+  return cases;
+}
+
+void on_worlds(const std::vector<int>& sizes, const std::vector<ShardPlan>& plans,
+               const std::function<void(World&, const ShardPlan&)>& f,
+               std::optional<Transport> transport) {
+  for (const int size : sizes) {
+    const auto on_rank = [&](World& world) {
+      for (const ShardPlan& plan : plans) {
+        SCOPED_TRACE(fmt::format("rank {} of {}", world.rank(), describe(size, plan)));
+        f(world, plan);
+      }
+    };
+    run_world(size, on_rank, std::chrono::seconds(30), transport);
   }
 }
 

@@ -8,6 +8,12 @@
 
 namespace tessera {
 
+/// The transports of ranks on one host, and what a test is called over one.
+constexpr Transport kTransports[] = {Transport::kGloo, Transport::kArena};
+constexpr auto transport_of_test = [](const auto& info) {
+  return info.param == Transport::kArena ? "Arena" : "Gloo";
+};
+
 /// Runs `fn` on `size` ranks of `spawn()`, each with a world that is the default one in `fn`. Every
 /// wait has `timeout`.
 ///
@@ -20,10 +26,16 @@ void run_world(int size, const std::function<void(World&)>& fn,
                std::chrono::milliseconds timeout = std::chrono::seconds(30),
                std::optional<Transport> transport = std::nullopt);
 
+/// As `run_world()`, over `transport`.
+inline void run_over(Transport transport, int size, const std::function<void(World&)>& fn,
+                     std::chrono::milliseconds timeout = std::chrono::seconds(30)) {
+  run_world(size, fn, timeout, transport);
+}
+
 /// As `run_world()`, over the arena of one host.
 inline void run_arena(int size, const std::function<void(World&)>& fn,
                       std::chrono::milliseconds timeout = std::chrono::seconds(30)) {
-  run_world(size, fn, timeout, Transport::kArena);
+  run_over(Transport::kArena, size, fn, timeout);
 }
 
 /// As `run_world()`, over the arena; rank `r` is on host `host_of(r)`, as far as the ranks can

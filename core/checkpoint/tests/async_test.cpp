@@ -4,8 +4,7 @@
 #include "checkpoint/tests/saved_job.h"
 #include "support/file_size_limit.h"
 
-namespace tessera::testing {
-namespace async_test {
+namespace tessera::testing::async_test {
 
 namespace fs = std::filesystem;
 
@@ -146,10 +145,10 @@ TEST(CheckpointSeries, KeepsTheNewestAndFindsTheLatest) {
       }
     }
     save_checkpoint(scratch / "other-3", *model.sharded, nullptr, {.keep_last = 1});
-    EXPECT_NE(error_of([&] {
-                save_checkpoint(scratch / "x", *model.sharded, nullptr, {.keep_last = -1});
-              }).find("keep_last"),
-              std::string::npos);
+    expect_contains(error_of([&] {
+                      save_checkpoint(scratch / "x", *model.sharded, nullptr, {.keep_last = -1});
+                    }),
+                    {"keep_last"});
   });
   EXPECT_EQ(names_in(scratch / ""), (std::vector<std::string>{"other-3", "step-10", "step-11"}));
   EXPECT_EQ(latest_checkpoint(scratch / ""), scratch / "step-11");
@@ -164,5 +163,4 @@ TEST(CheckpointSeries, KeepsTheNewestAndFindsTheLatest) {
   run_world(2, [&](World&) { expect_holds(scratch / "step-10", 1); });
 }
 
-}  // namespace async_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::async_test

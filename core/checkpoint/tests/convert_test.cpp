@@ -7,8 +7,7 @@
 #include "checkpoint/tests/saved_job.h"
 #include "support/pickle_program.h"
 
-namespace tessera::testing {
-namespace convert_test {
+namespace tessera::testing::convert_test {
 
 namespace fs = std::filesystem;
 using Lines = std::vector<std::string>;
@@ -390,5 +389,4 @@ TEST(CheckpointMemory, IsOfATensorOrTwo) {
   }
 }
 
-}  // namespace convert_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::convert_test

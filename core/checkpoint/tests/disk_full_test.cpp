@@ -1,8 +1,7 @@
 #include "checkpoint/tests/saved_model.h"
 #include "support/file_size_limit.h"
 
-namespace tessera::testing {
-namespace disk_full_test {
+namespace tessera::testing::disk_full_test {
 
 namespace fs = std::filesystem;
 
@@ -55,5 +54,4 @@ TEST(CheckpointDiskFull, OnOneRankAloneDoesNotStopTheGathersOfTheOthers) {
   EXPECT_EQ(names_in(scratch / "one").size(), 4u);
 }
 
-}  // namespace disk_full_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::disk_full_test

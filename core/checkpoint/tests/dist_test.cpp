@@ -3,8 +3,7 @@
 
 #include "checkpoint/tests/saved_model.h"
 
-namespace tessera::testing {
-namespace dist_test {
+namespace tessera::testing::dist_test {
 
 using torch::optim::AdamW;
 
@@ -229,5 +228,4 @@ TEST(CheckpointDist, PartialTensorsAreRefusedByName) {
   EXPECT_TRUE(names_in(scratch / "").empty());
 }
 
-}  // namespace dist_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::dist_test

@@ -2,8 +2,7 @@
 // may be missing.
 #include "checkpoint/tests/saved_job.h"
 
-namespace tessera::testing {
-namespace extras_test {
+namespace tessera::testing::extras_test {
 
 using torch::data::samplers::DistributedRandomSampler;
 
@@ -215,5 +214,4 @@ TEST(CheckpointExtras, ConjugatedAndNegatedTensorsKeepTheirValues) {
   EXPECT_EQ(verify_checkpoint(scratch / "one"), std::vector<std::string>());
 }
 
-}  // namespace extras_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::extras_test

@@ -7,8 +7,7 @@
 #include "checkpoint/directory.h"
 #include "checkpoint/tests/saved_job.h"
 
-namespace tessera::testing {
-namespace faults_test {
+namespace tessera::testing::faults_test {
 
 namespace fs = std::filesystem;
 using Lines = std::vector<std::string>;
@@ -162,7 +161,9 @@ TEST_P(CheckpointFaults, TruncatedFilesAreRefusedBeforeAnythingChanges) {
     const size_t begin = begin_of_data(file.whole());
     for (const size_t size : {size_t{0}, size_t{7}, begin / 2, begin, file.whole().size() - 1}) {
       file.set(file.whole().substr(0, size));
-      expect_refused({(one_ / name).string()});
+      expect_refused({(one_ / name).string(), size < 8       ? "must be a safetensors file"
+                                              : size < begin ? ""
+                                                             : "is cut off"});
     }
   }
   const Changed index(one_ / "index.json");
@@ -179,6 +180,8 @@ TEST_P(CheckpointFaults, MissingFilesAreNamed) {
     fs::remove(one_ / name);
     expect_refused({(one_ / name).string(), "No such file"});
   }
+  fs::remove_all(one_);
+  expect_refused({"could not open the directory"});
 }
 
 TEST_P(CheckpointFaults, FilesOfAnotherSaveAreNamed) {
@@ -349,5 +352,4 @@ TEST(CheckpointPlaces, WhatCantBeWrittenIsAnErrorOnEveryRank) {
   EXPECT_EQ(names_in(scratch.path()), (Lines{"file", "one"}));
 }
 
-}  // namespace faults_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::faults_test

@@ -4,8 +4,7 @@
 #include "checkpoint/tests/saved_model.h"
 #include "engine/model/sharded_state.h"
 
-namespace tessera::testing {
-namespace files_test {
+namespace tessera::testing::files_test {
 
 namespace fs = std::filesystem;
 
@@ -124,27 +123,6 @@ TEST(CheckpointFiles, ASecondSaveReplacesTheFirstWhole) {
   run_world(3, [&](World&) { expect_holds(scratch / "one", 2); });
 }
 
-TEST(CheckpointFiles, AFailedSaveThrowsOnEveryRankAndLeavesTheOldCheckpoint) {
-  const ScratchDirectory scratch;
-  const fs::path draft = scratch / "one.tmp";
-  run_world(2, [&](World& world) {
-    Filled old(1), next(2);
-    save_checkpoint(scratch / "one", *old.sharded, nullptr);
-    if (world.rank() == 0) {  // rank 1 can't write its file
-      fs::create_directories(draft / "rank-00001-of-00002.safetensors" / "in the way");
-    }
-    const std::string error =
-        error_of([&] { save_checkpoint(scratch / "one", *next.sharded, nullptr); });
-    EXPECT_NE(error.find("could not create"), std::string::npos) << error;
-    EXPECT_NE(error.find("rank-00001-of-00002.safetensors"), std::string::npos) << error;
-    expect_holds(scratch / "one", 1);
-    if (world.rank() == 0) fs::remove_all(draft);
-    save_checkpoint(scratch / "one", *next.sharded, nullptr);  // and the group still works
-    expect_holds(scratch / "one", 2);
-  });
-  EXPECT_FALSE(fs::exists(draft));
-}
-
 TEST(CheckpointFiles, AnythingButACheckpointIsNeverReplaced) {
   const ScratchDirectory scratch;
   std::ofstream(scratch / "file") << "text";
@@ -157,12 +135,12 @@ TEST(CheckpointFiles, AnythingButACheckpointIsNeverReplaced) {
     const auto error = [&](const fs::path& path) {
       return error_of([&] { save_checkpoint(path, *model.sharded, nullptr); });
     };
-    EXPECT_NE(error(scratch / "file").find("got a file"), std::string::npos);
-    EXPECT_NE(error(scratch / "file/below").find("/file"), std::string::npos);
-    EXPECT_NE(error(scratch / "folder").find("it has 'notes.txt'"), std::string::npos);
-    EXPECT_NE(error(scratch / "other").find("it has 'notes.txt'"), std::string::npos);
-    EXPECT_NE(error("").find("must name a directory"), std::string::npos);
-    EXPECT_NE(error("/").find("must name a directory"), std::string::npos);
+    expect_contains(error(scratch / "file"), {"got a file"});
+    expect_contains(error(scratch / "file/below"), {"/file"});
+    expect_contains(error(scratch / "folder"), {"it has 'notes.txt'"});
+    expect_contains(error(scratch / "other"), {"it has 'notes.txt'"});
+    expect_contains(error(""), {"must name a directory"});
+    expect_contains(error("/"), {"must name a directory"});
   });
   EXPECT_EQ(read_text(scratch / "file"), "text");
   EXPECT_EQ(names_in(scratch / "folder"), std::vector<std::string>{"notes.txt"});
@@ -187,38 +165,4 @@ TEST(CheckpointFiles, LeftoversOfASaveThatWasCutOffAreTakenUp) {
   EXPECT_EQ(names_in(scratch / "one").size(), 3u);
 }
 
-TEST(CheckpointFiles, DamagedCheckpointsAreRefusedAndTheModelStays) {
-  const ScratchDirectory scratch;
-  const fs::path one = scratch / "one", rank1 = one / "rank-00001-of-00002.safetensors",
-                 index = one / "index.json";
-  run_world(2, [&](World&) { save_checkpoint(one, *Filled(1).sharded, nullptr); });
-  const std::string whole = read_text(rank1), text = read_text(index);
-  const auto expect_refused = [&](const std::string& part) {
-    run_world(2, [&](World&) {
-      Filled model(3);
-      EXPECT_THROW(load_checkpoint(one, *model.sharded, nullptr), c10::ValueError);
-      const std::string error = error_of([&] { load_checkpoint(one, *model.sharded, nullptr); });
-      EXPECT_NE(error.find(part), std::string::npos) << error;
-      for (const auto& param : model.sharded->full_state())
-        EXPECT_TRUE((param.tensor == 3).all().item<bool>());
-    });
-  };
-  fs::resize_file(rank1, whole.size() - 4);
-  expect_refused("is cut off");
-  fs::resize_file(rank1, 5);
-  expect_refused("must be a safetensors file");
-  fs::remove(rank1);
-  expect_refused("could not open");
-  run_world(2, [&](World&) { save_checkpoint(scratch / "other", *Filled(2).sharded, nullptr); });
-  fs::copy_file((scratch / "other") / "rank-00001-of-00002.safetensors", rank1);
-  expect_refused("is of another save than the index");
-  std::ofstream(index) << text.substr(0, text.size() / 2);
-  expect_refused("one/index.json' can't be read: it is damaged or was changed");
-  fs::remove(index);
-  expect_refused("index.json");
-  fs::remove_all(one);
-  expect_refused("could not open the directory");
-}
-
-}  // namespace files_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::files_test

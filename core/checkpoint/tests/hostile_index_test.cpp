@@ -8,8 +8,7 @@
 #include "checkpoint/checksum.h"
 #include "checkpoint/tests/saved_model.h"
 
-namespace tessera::testing {
-namespace hostile_index_test {
+namespace tessera::testing::hostile_index_test {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
@@ -207,5 +206,4 @@ TEST_F(HostileIndex, ManyBoxesAreReadInNoTime) {
   EXPECT_LT(std::clock() - begin, 10 * CLOCKS_PER_SEC);
 }
 
-}  // namespace hostile_index_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::hostile_index_test

@@ -4,10 +4,7 @@
 
 #include "checkpoint/tests/saved_model.h"
 
-namespace tessera {
-namespace master_test {
-
-using namespace testing;
+namespace tessera::testing::master_test {
 
 std::shared_ptr<Mlp> make_net(uint64_t seed, std::optional<at::ScalarType> dtype = {}) {
   const auto net = seeded(seed, [] { return std::make_shared<Mlp>(13, 2, 5); });
@@ -94,5 +91,4 @@ TEST(MasterCheckpoint, AScalerThatWasNotSavedIsMissed) {
   });
 }
 
-}  // namespace master_test
-}  // namespace tessera
+}  // namespace tessera::testing::master_test

@@ -1,7 +1,6 @@
 #include "checkpoint/tests/saved_model.h"
 
-namespace tessera::testing {
-namespace misfit_test {
+namespace tessera::testing::misfit_test {
 
 std::shared_ptr<Bag> saved_bag() {
   auto bag = std::make_shared<Bag>();
@@ -129,5 +128,4 @@ TEST(CheckpointMisfit, UnknownOptimizersAreRefused) {
   EXPECT_EQ(read_index(scratch / "one").at("optimizer").at("kind"), "SGD");
 }
 
-}  // namespace misfit_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::misfit_test

@@ -1,8 +1,7 @@
 #include "checkpoint/tests/saved_job.h"
 #include "engine/optim/param_state.h"
 
-namespace tessera::testing {
-namespace plain_load_test {
+namespace tessera::testing::plain_load_test {
 
 using torch::optim::AdamW;
 
@@ -180,5 +179,4 @@ TEST(CheckpointPlain, AFileThatIsReadIntoParametersEndsTheGraphsBeforeIt) {
   });
 }
 
-}  // namespace plain_load_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::plain_load_test

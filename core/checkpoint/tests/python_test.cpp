@@ -3,8 +3,7 @@
 #include "checkpoint/tests/python_lines.h"
 #include "checkpoint/tests/saved_job.h"
 
-namespace tessera::testing {
-namespace python_test {
+namespace tessera::testing::python_test {
 
 // Returns read_safetensors.py's output for the checkpoint's files whose names start with `prefix`.
 std::string read_by_python(const std::filesystem::path& checkpoint, const std::string& prefix) {
@@ -13,7 +12,7 @@ std::string read_by_python(const std::filesystem::path& checkpoint, const std::s
     if (name.starts_with(prefix)) files.push_back(checkpoint / name);
   }
   const std::string text = run_python(SAFETENSORS_SCRIPT, files);
-  EXPECT_NE(text.find("\npackage "), std::string::npos) << text;
+  expect_contains(text, {"\npackage "});
   if (text.ends_with("package none\n")) {
     std::printf("read by the script alone: its Python has no package 'safetensors'\n");
   }
@@ -96,9 +95,8 @@ TEST_F(CheckpointPython, TheReaderOfTheGuideReadsShardsAndBoxes) {
                     scratch / name, file});
     if (text.find("no safetensors") != std::string::npos)
       GTEST_SKIP() << "its Python has no package 'safetensors'";
-    EXPECT_NE(text.find(" tensors"), std::string::npos) << text;
+    expect_contains(text, {" tensors"});
   }
 }
 
-}  // namespace python_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::python_test

@@ -8,8 +8,7 @@
 #include <set>
 #include <vector>
 
-namespace tessera {
-namespace region_test {
+namespace tessera::region_test {
 
 // The elements of a region, in its order, found by indexing a tensor of element numbers.
 std::vector<int64_t> elements_of(const Region& region, int64_t numel) {
@@ -88,5 +87,4 @@ TEST(Region, GapsAndOverlapsOfPiecesAreFound) {
   EXPECT_EQ(gap(24, {{0, 24}, {0, 8, left}}), "has pieces that overlap");
 }
 
-}  // namespace region_test
-}  // namespace tessera
+}  // namespace tessera::region_test

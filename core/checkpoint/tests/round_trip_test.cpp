@@ -3,8 +3,7 @@
 
 #include "checkpoint/tests/saved_job.h"
 
-namespace tessera::testing {
-namespace round_trip_test {
+namespace tessera::testing::round_trip_test {
 
 using torch::optim::AdamW;
 
@@ -181,5 +180,4 @@ TEST(Checkpoint, KeepsTheStateAndOptionsOfEachKindOfOptimizer) {
   }
 }
 
-}  // namespace round_trip_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::round_trip_test

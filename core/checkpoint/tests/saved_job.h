@@ -7,14 +7,6 @@
 
 namespace tessera::testing {
 
-inline ShardPlan plan_of(ShardLevel level, Partition partition, int64_t unit_bytes) {
-  ShardPlan plan;
-  plan.level = level;
-  plan.partition = partition;
-  plan.unit_bytes = unit_bytes;
-  return plan;
-}
-
 inline torch::optim::AdamWOptions adamw_options(double lr) {
   return torch::optim::AdamWOptions(lr).weight_decay(0.02).amsgrad(true);
 }
@@ -40,19 +32,14 @@ struct Job {
 /// Every level, both partitions.
 inline const std::vector<ShardPlan>& plans() {
   static const std::vector<ShardPlan> kPlans = {
-      plan_of(ShardLevel::kNone, Partition::kFlatEven, 1 << 20),
-      plan_of(ShardLevel::kGradients, Partition::kFlatEven, 900),
-      plan_of(ShardLevel::kGradients, Partition::kWholeParam, 2000),
-      plan_of(ShardLevel::kParameters, Partition::kFlatEven, 1000),
-      plan_of(ShardLevel::kParameters, Partition::kWholeParam, 1 << 20),
-      plan_of(ShardLevel::kOptimizerState, Partition::kFlatEven, 1500),
+      {.level = ShardLevel::kNone, .unit_bytes = 1 << 20},
+      {.level = ShardLevel::kGradients, .unit_bytes = 900},
+      {.level = ShardLevel::kGradients, .partition = Partition::kWholeParam, .unit_bytes = 2000},
+      {.unit_bytes = 1000},
+      {.partition = Partition::kWholeParam, .unit_bytes = 1 << 20},
+      {.level = ShardLevel::kOptimizerState, .unit_bytes = 1500},
   };
   return kPlans;
-}
-
-inline std::string describe(int ranks, const ShardPlan& plan) {
-  return fmt::format("{} ranks, level {}, partition {}", ranks, static_cast<int>(plan.level),
-                     static_cast<int>(plan.partition));
 }
 
 /// The state of an uninterrupted run when it saves, and two steps later.

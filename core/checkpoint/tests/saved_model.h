@@ -19,8 +19,8 @@
 #include <utility>
 #include <vector>
 
+#include "support/expect_contains.h"
 #include "support/models.h"
-#include "support/run_world.h"
 #include "support/scratch_directory.h"
 
 namespace tessera::testing {
@@ -147,11 +147,6 @@ std::string error_of(F&& f) {
     return error.what_without_backtrace();
   }
   return "";
-}
-
-inline void expect_contains(const std::string& text, const std::vector<std::string>& parts) {
-  for (const std::string& part : parts)
-    EXPECT_NE(text.find(part), std::string::npos) << part << "\nin: " << text;
 }
 
 /// Has the parameters and buffers that the test gives it.

@@ -6,8 +6,7 @@
 #include "checkpoint/directory.h"
 #include "checkpoint/tests/saved_model.h"
 
-namespace tessera::testing {
-namespace series_test {
+namespace tessera::testing::series_test {
 
 namespace fs = std::filesystem;
 using Lines = std::vector<std::string>;
@@ -97,5 +96,4 @@ TEST(CheckpointSeries, SavesOfOneSeriesMayBeginAtOnce) {
   EXPECT_EQ(names_in(scratch.path()), Lines());
 }
 
-}  // namespace series_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::series_test

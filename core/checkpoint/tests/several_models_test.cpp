@@ -8,8 +8,7 @@
 #include "checkpoint/tests/saved_job.h"
 #include "support/file_size_limit.h"
 
-namespace tessera::testing {
-namespace several_models_test {
+namespace tessera::testing::several_models_test {
 
 namespace fs = std::filesystem;
 using Lines = std::vector<std::string>;
@@ -152,24 +151,18 @@ TEST(SeveralModels, WrongModelsAreRefused) {
     const auto save = [&](const std::vector<CheckpointModel>& models) {
       save_checkpoint(scratch / "x", models);
     };
-    EXPECT_NE(error_of([&] { save({}); }).find("must not be empty"), std::string::npos);
-    EXPECT_NE(error_of([&] {
-                save({{"../a", pair.first.sharded}});
-              }).find("letters, digits"),
-              std::string::npos);
-    EXPECT_NE(error_of([&] {
-                save({{"a", pair.first.sharded}, {"a", pair.second.sharded}});
-              }).find("'a' twice"),
-              std::string::npos);
-    EXPECT_NE(error_of([&] {
-                save({{"a", pair.average}});
-              }).find("call update() after a step"),
-              std::string::npos);
+    expect_contains(error_of([&] { save({}); }), {"must not be empty"});
+    expect_contains(error_of([&] { save({{"../a", pair.first.sharded}}); }), {"letters, digits"});
+    expect_contains(error_of([&] {
+                      save({{"a", pair.first.sharded}, {"a", pair.second.sharded}});
+                    }),
+                    {"'a' twice"});
+    expect_contains(error_of([&] { save({{"a", pair.average}}); }), {"call update() after a step"});
     // Ranks that save other models must not wait for each other.
-    EXPECT_NE(error_of([&] {
-                save({{world.rank() == 0 ? "a" : "b", pair.first.sharded}});
-              }).find("must have the same names"),
-              std::string::npos);
+    expect_contains(error_of([&] {
+                      save({{world.rank() == 0 ? "a" : "b", pair.first.sharded}});
+                    }),
+                    {"must have the same names"});
   });
   EXPECT_EQ(names_in(scratch.path()), Lines());
 }
@@ -228,8 +221,8 @@ TEST(SeveralModels, OnlyDirectoriesOfModelsAreReplaced) {
   EXPECT_FALSE(fs::exists(scratch / "x/second"));
   fs::create_directories(scratch / "x/notes");
   std::ofstream(scratch / "x/notes/mine.txt") << "mine";
-  EXPECT_NE(error_of([&] { save_checkpoint(scratch / "x", pair.models()); }).find("it has 'notes'"),
-            std::string::npos);
+  expect_contains(error_of([&] { save_checkpoint(scratch / "x", pair.models()); }),
+                  {"it has 'notes'"});
   EXPECT_TRUE(fs::exists(scratch / "x/notes/mine.txt"));
 }
 
@@ -267,5 +260,4 @@ TEST(KeepBest, HighestAndWrongOptions) {
   EXPECT_FALSE(fs::exists(scratch / "e-5"));
 }
 
-}  // namespace several_models_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::several_models_test

@@ -1,8 +1,7 @@
 #include "checkpoint/tests/saved_job.h"
 #include "engine/model/sharded_state.h"
 
-namespace tessera::testing {
-namespace whole_parameters_test {
+namespace tessera::testing::whole_parameters_test {
 
 namespace fs = std::filesystem;
 
@@ -142,5 +141,4 @@ TEST(CheckpointWholeParameters, ModelFilesOfOtherToolsAreNotReplaced) {
   EXPECT_EQ(read_text((scratch / "one") / "model-00001-of-00002.safetensors"), "theirs");
 }
 
-}  // namespace whole_parameters_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::whole_parameters_test

@@ -7,12 +7,8 @@
 
 #include "engine/model/sharded_state.h"
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace deferred_init_test {
-
-using namespace testing;
+namespace tessera::testing::deferred_init_test {
 
 using Maker = std::function<std::shared_ptr<torch::nn::Module>()>;
 
@@ -456,5 +452,4 @@ TEST(DeferredInit, TheProcessDoesNotGrowByTheModel) {
   EXPECT_LT(resident_bytes() - before, 16 * kMiB);
 }
 
-}  // namespace deferred_init_test
-}  // namespace tessera
+}  // namespace tessera::testing::deferred_init_test

@@ -16,8 +16,7 @@
 #include "support/run_world.h"
 #include "support/test_device.h"
 
-namespace tessera {
-namespace context_parallel_test {
+namespace tessera::context_parallel_test {
 
 using testing::on_test_device;
 
@@ -435,5 +434,4 @@ TEST(ContextParallel, MeshesAndOrdersThatDontFitAreRefusedOnAllRanks) {
   }
 }
 
-}  // namespace context_parallel_test
-}  // namespace tessera
+}  // namespace tessera::context_parallel_test

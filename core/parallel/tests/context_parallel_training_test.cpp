@@ -16,8 +16,7 @@
 #include "support/run_world.h"
 #include "support/test_device.h"
 
-namespace tessera {
-namespace context_parallel_training_test {
+namespace tessera::context_parallel_training_test {
 
 namespace nn = torch::nn;
 using testing::on_test_device;
@@ -150,5 +149,4 @@ TEST(ContextParallelTraining, MayHaveHeadsCutOverAnotherMeshDim) {
       std::chrono::seconds(60));
 }
 
-}  // namespace context_parallel_training_test
-}  // namespace tessera
+}  // namespace tessera::context_parallel_training_test

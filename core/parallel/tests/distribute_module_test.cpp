@@ -10,8 +10,7 @@
 #include "support/error_of.h"
 #include "support/run_world.h"
 
-namespace tessera {
-namespace distribute_module_test {
+namespace tessera::distribute_module_test {
 
 namespace nn = torch::nn;
 
@@ -31,7 +30,7 @@ void expect_refused(Pair& pair, const DeviceMesh& mesh, const PartitionFn& parti
   const std::string text = error_of([&] { distribute_module(*pair, mesh, partition); });
   for (const std::string& word : {"'" + name + "'", std::string("assigned"),
                                   std::string("distribute_("), std::string("in place")})
-    EXPECT_NE(text.find(word), std::string::npos) << word << " in: " << text;
+    testing::expect_contains(text, {word});
   for (const auto& item : pair->named_parameters()) EXPECT_FALSE(is_dist(item.value()));
 }
 
@@ -110,5 +109,4 @@ TEST(DistributeModule, PlacingInPlaceAndReplacingModulesAreFine) {
   });
 }
 
-}  // namespace distribute_module_test
-}  // namespace tessera
+}  // namespace tessera::distribute_module_test

@@ -17,8 +17,7 @@
 #include "support/test_device.h"
 #include "tensor/tests/test_generator.h"
 
-namespace tessera {
-namespace factories_test {
+namespace tessera::factories_test {
 
 using testing::seed_test_generator;
 using testing::test_device;
@@ -161,8 +160,7 @@ TEST(DistFactories, DifferingGeneratorsAreNamedOnAllRanks) {
       ADD_FAILURE() << "no error";
     } catch (const c10::ValueError& error) {
       const std::string text = error.what_without_backtrace();
-      EXPECT_NE(text.find("rank 1 differs from that of rank 0"), std::string::npos) << text;
-      EXPECT_NE(text.find("dist_randn"), std::string::npos) << text;
+      testing::expect_contains(text, {"rank 1 differs from that of rank 0", "dist_randn"});
     }
   });
 }
@@ -236,7 +234,7 @@ TEST(DistFactories, BadArgumentsAreErrors) {
     const auto mesh = DeviceMesh::over_world();
     const at::Tensor before = test_generator().get_state();
     const auto expect = [](const std::string& text, const std::string& word) {
-      EXPECT_NE(text.find(word), std::string::npos) << text;
+      testing::expect_contains(text, {word});
     };
     expect(error_of([&] { dist_zeros({3, -1}, mesh, {}); }), "must not be negative");
     expect(error_of([&] { dist_randn({3, 2}, mesh, {Shard{2}}); }), "dim");
@@ -253,5 +251,4 @@ TEST(DistFactories, BadArgumentsAreErrors) {
   });
 }
 
-}  // namespace factories_test
-}  // namespace tessera
+}  // namespace tessera::factories_test

@@ -8,8 +8,7 @@
 
 #include "support/run_world.h"
 
-namespace tessera {
-namespace owned_runs_test {
+namespace tessera::owned_runs_test {
 
 void expect_as_distributed(const DeviceMesh& mesh, const std::vector<int64_t>& sizes,
                            const Placements& placements) {
@@ -67,5 +66,4 @@ TEST(OwnedRuns, AreThePartsOfASquare) {
   });
 }
 
-}  // namespace owned_runs_test
-}  // namespace tessera
+}  // namespace tessera::owned_runs_test

@@ -15,8 +15,7 @@
 #include "support/run_world.h"
 #include "support/test_device.h"
 
-namespace tessera {
-namespace parallelize_refusals_test {
+namespace tessera::parallelize_refusals_test {
 
 using namespace testing::llama;
 
@@ -26,8 +25,7 @@ void expect_refused(nn::Module& module, const ParallelPlan& plan,
                     const std::vector<std::string>& words) {
   const std::string text =
       error_of([&] { parallelize_module(module, DeviceMesh::over_world(), plan); });
-  for (const std::string& word : words)
-    EXPECT_NE(text.find(word), std::string::npos) << word << " in: " << text;
+  for (const std::string& word : words) testing::expect_contains(text, {word});
   for (const at::Tensor& parameter : module.parameters()) EXPECT_FALSE(is_dist(parameter));
 }
 
@@ -115,7 +113,7 @@ TEST(ParallelizeModuleRefusals, MeshesOfSeveralDimsNeedTheDim) {
              {std::nullopt, "needs `mesh_dim`"}, {2, "got 2"}}) {
       const std::string text =
           error_of([&] { parallelize_module(*llama, mesh, tensor_plan(), dim); });
-      EXPECT_NE(text.find(word), std::string::npos) << text;
+      testing::expect_contains(text, {word});
     }
   });
 }
@@ -128,7 +126,7 @@ TEST(ParallelizeModuleRefusals, AModuleIsParallelizedOnce) {
     const std::string text = error_of([&] {
       parallelize_module(*llama, mesh, {{"output", RowwiseParallel{}}});
     });
-    EXPECT_NE(text.find("set_module_functions"), std::string::npos) << text;
+    testing::expect_contains(text, {"set_module_functions"});
     EXPECT_EQ(placements_of(llama->output->weight), Placements{Shard{0}});
     parallelize_module(*llama, mesh, {{"norm", SequenceParallel{}}});
     set_module_functions(*llama->output, {});
@@ -137,5 +135,4 @@ TEST(ParallelizeModuleRefusals, AModuleIsParallelizedOnce) {
   });
 }
 
-}  // namespace parallelize_refusals_test
-}  // namespace tessera
+}  // namespace tessera::parallelize_refusals_test

@@ -19,8 +19,7 @@
 #include "support/run_world.h"
 #include "support/test_device.h"
 
-namespace tessera {
-namespace parallelize_test {
+namespace tessera::parallelize_test {
 
 using namespace testing::llama;
 using testing::on_test_device;
@@ -301,5 +300,4 @@ TEST(ParallelizeModule, RanksOutsideTheMeshMayCallIt) {
   });
 }
 
-}  // namespace parallelize_test
-}  // namespace tessera
+}  // namespace tessera::parallelize_test

@@ -4,12 +4,9 @@
 #include <torch/torch.h>
 
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace unwrap_test {
+namespace tessera::testing::unwrap_test {
 
-using namespace testing;
 using torch::nn::Linear;
 
 struct BlockImpl : torch::nn::Module {
@@ -127,5 +124,4 @@ TEST(UnwrapModule, ShardedModulesBecomeOrdinaryOnes) {
   });
 }
 
-}  // namespace unwrap_test
-}  // namespace tessera
+}  // namespace tessera::testing::unwrap_test

@@ -9,8 +9,7 @@
 #include "support/run_world.h"
 #include "support/test_device.h"
 
-namespace tessera::testing {
-namespace autocast_test {
+namespace tessera::testing::autocast_test {
 
 namespace nn = torch::nn;
 
@@ -91,5 +90,4 @@ TEST(Autocast, RanksThatAreThreadsHaveNoCacheInCommon) {
   });
 }
 
-}  // namespace autocast_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::autocast_test

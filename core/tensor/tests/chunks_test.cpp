@@ -3,8 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-namespace tessera {
-namespace chunks_test {
+namespace tessera::chunks_test {
 
 using Sizes = std::vector<int64_t>;
 
@@ -120,5 +119,4 @@ TEST(LocalSizes, OfASplitDimAreThoseOfEqualParts) {
             Placements({Shard{1}, Partial{}, Shard{0}}));
 }
 
-}  // namespace chunks_test
-}  // namespace tessera
+}  // namespace tessera::chunks_test

@@ -7,8 +7,7 @@
 #include "support/operator_parity.h"
 #include "support/run_world.h"
 
-namespace tessera::testing {
-namespace convolution_operators_test {
+namespace tessera::testing::convolution_operators_test {
 
 std::vector<OperatorCase> cases() {
   return {
@@ -130,5 +129,4 @@ TEST(Convolutions, SendNothingButSumsOfGradients) {
   });
 }
 
-}  // namespace convolution_operators_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::convolution_operators_test

@@ -14,8 +14,7 @@
 #include "support/test_device.h"
 #include "support/warnings.h"
 
-namespace tessera {
-namespace debug_test {
+namespace tessera::debug_test {
 
 namespace nn = torch::nn;
 using testing::on_test_device;
@@ -42,11 +41,10 @@ TEST(StrictOperators, AnOperatorWithoutARuleNamesItselfAndItsModule) {
     EXPECT_NO_THROW(model(x));  // computed on whole tensors
     const StrictOperators strict;
     const std::string after = refusal_of([&] { model(x); });
-    EXPECT_NE(after.find("aten::renorm has no rule"), std::string::npos) << after;
-    EXPECT_NE(after.find("after module 'fc'"), std::string::npos) << after;
-    EXPECT_NE(after.find("[6, 3] [Shard(0)]"), std::string::npos) << after;
+    testing::expect_contains(
+        after, {"aten::renorm has no rule", "after module 'fc'", "[6, 3] [Shard(0)]"});
     const std::string in = refusal_of([&] { torch::renorm(odd->fc->weight, 2, 0, 1); });
-    EXPECT_NE(in.find("in module 'fc', with parameter 'fc.weight'"), std::string::npos) << in;
+    testing::expect_contains(in, {"in module 'fc', with parameter 'fc.weight'"});
     EXPECT_NO_THROW(odd->fc(x));
     {
       const StrictOperators lenient(false);
@@ -84,14 +82,13 @@ TEST(StrictOperators, GathersThatNobodyAskedForAreErrors) {
       const StrictOperators strict;
       const CommDebug debug;
       const std::string refusal = refusal_of(call);
-      EXPECT_NE(refusal.find("[strict] " + name), std::string::npos) << name << ": " << refusal;
+      testing::expect_contains(refusal, {"[strict] " + name});
       EXPECT_EQ(debug.calls(), 0) << name << ": nothing is sent before the error";
     }
     const StrictOperators strict;
     const std::string refusal = refusal_of([&] { x.cumsum(1); });
-    EXPECT_NE(refusal.find("a tensor of sizes [4, 6] from [Shard(1)] to [Shard(0)], 96 bytes"),
-              std::string::npos)
-        << refusal;
+    testing::expect_contains(refusal,
+                             {"a tensor of sizes [4, 6] from [Shard(1)] to [Shard(0)], 96 bytes"});
     EXPECT_NO_THROW(redistribute(x, {}).cumsum(1));
     EXPECT_NO_THROW(x.softmax(1));  // sends maxima and sums
     EXPECT_NO_THROW(torch::cross_entropy_loss(x, on_test_device(torch::zeros({4}, torch::kLong))));
@@ -135,7 +132,7 @@ TEST(CommDebug, CountsByModule) {
     }
     EXPECT_EQ(of_last, 1) << debug.describe();   // the sum of the output
     EXPECT_EQ(of_first, 1) << debug.describe();  // the gradient of the input
-    EXPECT_NE(debug.describe().find("\n2\n  all_reduce"), std::string::npos) << debug.describe();
+    testing::expect_contains(debug.describe(), {"\n2\n  all_reduce"});
   });
 }
 
@@ -160,8 +157,7 @@ TEST(CommDebug, CountsByKindAndOperator) {
     EXPECT_EQ(all.calls(), 2);
     EXPECT_EQ(all.calls("all_reduce", "redistributed tensor"), 1);
     EXPECT_EQ(all.bytes("all_reduce", "redistributed tensor"), 4 * 3 * 4);
-    EXPECT_NE(all.describe().find("redistributed tensor"), std::string::npos);
-    EXPECT_NE(all.describe().find("aten::relu"), std::string::npos);
+    testing::expect_contains(all.describe(), {"redistributed tensor", "aten::relu"});
     all.reset();
     redistribute(a, {Shard{0}});
     EXPECT_EQ(all.calls("all_to_all"), 1);
@@ -196,17 +192,15 @@ TEST(Printing, ShowsGlobalSizesMeshPlacementsAndLocalValues) {
     std::ostringstream text, local, ordinary;
     print_tensor(text, tensor);
     local << to_local(tensor).detach();
-    EXPECT_NE(text.str().find(describe(tensor)), std::string::npos);
-    EXPECT_NE(text.str().find(local.str()), std::string::npos) << text.str();
+    testing::expect_contains(text.str(), {describe(tensor), local.str()});
     print_tensor(ordinary, numbers({2}));
     EXPECT_EQ(ordinary.str().find("DistTensor"), std::string::npos);
     EXPECT_THROW(std::ostringstream() << tensor, c10::Error);
     const at::Tensor elsewhere = distribute(numbers({2}), DeviceMesh({1}, {0}), {});
     if (world.rank() == 1) {
-      EXPECT_NE(describe(elsewhere).find("this rank has no part"), std::string::npos);
+      testing::expect_contains(describe(elsewhere), {"this rank has no part"});
     }
   });
 }
 
-}  // namespace debug_test
-}  // namespace tessera
+}  // namespace tessera::debug_test

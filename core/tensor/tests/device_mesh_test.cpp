@@ -7,10 +7,8 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace device_mesh_test {
+namespace tessera::device_mesh_test {
 
 using testing::expect_error;
 using Ranks = std::vector<int>;
@@ -257,5 +255,4 @@ TEST(DeviceMesh, NeedsNoWorldForOneRank) {
   EXPECT_EQ(mesh.process_group(0), mesh.process_group());
 }
 
-}  // namespace device_mesh_test
-}  // namespace tessera
+}  // namespace tessera::device_mesh_test

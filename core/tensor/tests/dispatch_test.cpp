@@ -7,12 +7,12 @@
 
 #include <functional>
 
+#include "support/error_of.h"
 #include "support/run_world.h"
 #include "support/test_device.h"
 #include "tensor/plan_key.h"
 
-namespace tessera {
-namespace dispatch_test {
+namespace tessera::dispatch_test {
 
 using testing::on_test_device;
 
@@ -250,7 +250,7 @@ TEST(DistOut, OthersAreRefusedOnAllRanks) {
     const at::Tensor x = distribute(numbers({5, 4}), mesh, {Shard{0}});
     at::Tensor out = distribute(on_test_device(torch::zeros({4, 4})), mesh, {Shard{0}});
     const auto text = error_of<c10::ValueError>([&] { torch::add_out(out, x, x); });
-    EXPECT_NE(text.find("expected [5, 4], got [4, 4]"), std::string::npos) << text;
+    testing::expect_contains(text, {"expected [5, 4], got [4, 4]"});
     at::Tensor whole_numbers =
         distribute(on_test_device(torch::zeros({5, 4}, at::kLong)), mesh, {});
     error_of<c10::Error>([&] { torch::add_out(whole_numbers, x, x); });
@@ -423,5 +423,4 @@ TEST(DistOutsideTheMesh, ModulesTrain) {
   });
 }
 
-}  // namespace dispatch_test
-}  // namespace tessera
+}  // namespace tessera::dispatch_test

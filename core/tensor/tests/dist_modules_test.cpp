@@ -9,13 +9,11 @@
 #include <limits>
 
 #include "support/counted.h"
+#include "support/error_of.h"
 #include "support/norm_mlp.h"
 #include "support/run_world.h"
 
-namespace tessera {
-namespace dist_modules_test {
-
-using namespace testing;
+namespace tessera::testing::dist_modules_test {
 
 at::Tensor numbers(std::vector<int64_t> sizes, uint64_t seed) {
   return on_test_device(torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed)));
@@ -125,8 +123,7 @@ TEST(DistModules, TensorsOfDifferentMeshesAreRefused) {
       a + b;
       FAIL() << "no error";
     } catch (const c10::ValueError& error) {
-      EXPECT_NE(std::string(error.what()).find("must lie on one mesh"), std::string::npos)
-          << error.what();
+      expect_contains(error.what(), {"must lie on one mesh"});
     }
   });
 }
@@ -139,5 +136,4 @@ TEST(DistModules, OrdinaryTensorsThatRequireGradientsAreRefused) {
   });
 }
 
-}  // namespace dist_modules_test
-}  // namespace tessera
+}  // namespace tessera::testing::dist_modules_test

@@ -8,11 +8,11 @@
 #include <sstream>
 #include <string>
 
+#include "support/error_of.h"
 #include "support/run_world.h"
 #include "support/test_device.h"
 
-namespace tessera {
-namespace dist_tensor_test {
+namespace tessera::dist_tensor_test {
 
 namespace nn = torch::nn;
 using testing::on_test_device;
@@ -131,20 +131,8 @@ TEST(DistGradients, LieAsTheLeafWhateverOperatorUsesIt) {
   });
 }
 
-// Returns the message of the error that `f` throws.
-std::string error_of(const std::function<void()>& f) {
-  try {
-    f();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
-}
-
 void expect_says(const std::function<void()>& f, const std::vector<std::string>& words) {
-  const std::string text = error_of(f);
-  for (const std::string& word : words)
-    EXPECT_NE(text.find(word), std::string::npos) << word << " in: " << text;
+  testing::expect_contains(testing::error_of<c10::Error>(f), words);
 }
 
 // Kernels are chosen by strides: attention takes one that reads the last dim as contiguous.
@@ -244,5 +232,4 @@ TEST(DistMemory, PartsThatAreZerosWithoutMemoryGetMemory) {
   });
 }
 
-}  // namespace dist_tensor_test
-}  // namespace tessera
+}  // namespace tessera::dist_tensor_test

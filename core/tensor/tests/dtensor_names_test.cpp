@@ -17,8 +17,7 @@
 #include "tensor/dist_dispatch.h"
 #include "tensor/rules.h"
 
-namespace tessera {
-namespace dtensor_names_test {
+namespace tessera::dtensor_names_test {
 
 using Names = std::set<std::string>;
 
@@ -80,5 +79,4 @@ TEST(DTensorNames, AllHaveARuleHere) {
   for (const std::string& name : missing) ADD_FAILURE() << name << " is missing";
 }
 
-}  // namespace dtensor_names_test
-}  // namespace tessera
+}  // namespace tessera::dtensor_names_test

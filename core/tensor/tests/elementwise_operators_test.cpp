@@ -8,8 +8,7 @@
 #include "support/operator_parity.h"
 #include "support/run_world.h"
 
-namespace tessera::testing {
-namespace elementwise_operators_test {
+namespace tessera::testing::elementwise_operators_test {
 
 std::vector<OperatorCase> cases() {
   return {
@@ -254,5 +253,4 @@ TEST(PendingSums, AreDoneBeforeTheyAreRoundedToAShorterType) {
   });
 }
 
-}  // namespace elementwise_operators_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::elementwise_operators_test

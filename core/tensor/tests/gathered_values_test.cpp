@@ -9,8 +9,7 @@
 #include "support/run_world.h"
 #include "support/test_device.h"
 
-namespace tessera::testing {
-namespace gathered_values_test {
+namespace tessera::testing::gathered_values_test {
 
 at::Tensor numbers(std::vector<int64_t> sizes, uint64_t seed, at::ScalarType dtype = at::kFloat) {
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
@@ -169,5 +168,4 @@ TEST(Conjugates, AreViewsAndTheirCopiesAreNot) {
   });
 }
 
-}  // namespace gathered_values_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::gathered_values_test

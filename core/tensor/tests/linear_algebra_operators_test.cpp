@@ -8,8 +8,7 @@
 #include "support/run_world.h"
 #include "support/test_device.h"
 
-namespace tessera::testing {
-namespace linear_algebra_operators_test {
+namespace tessera::testing::linear_algebra_operators_test {
 
 // Symmetric, with eigenvalues above 1 that differ.
 at::Tensor definite(const at::Tensor& x) {
@@ -169,5 +168,4 @@ TEST(LinearAlgebra, AMatrixThatCantBeFactorizedIsAnErrorOnAllRanks) {
   });
 }
 
-}  // namespace linear_algebra_operators_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::linear_algebra_operators_test

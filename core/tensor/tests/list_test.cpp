@@ -13,8 +13,7 @@
 #include "support/run_world.h"
 #include "support/test_device.h"
 
-namespace tessera {
-namespace list_test {
+namespace tessera::list_test {
 
 using Tensors = std::vector<at::Tensor>;
 using testing::on_test_device;
@@ -465,5 +464,4 @@ TEST(DistLists, ForeachCountsItsWrites) {
   });
 }
 
-}  // namespace list_test
-}  // namespace tessera
+}  // namespace tessera::list_test

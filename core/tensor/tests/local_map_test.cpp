@@ -16,8 +16,7 @@
 #include "support/run_world.h"
 #include "support/test_device.h"
 
-namespace tessera {
-namespace local_map_test {
+namespace tessera::local_map_test {
 
 using testing::on_test_device;
 
@@ -34,9 +33,7 @@ at::Tensor leaf(const at::Tensor& values, const DeviceMesh& mesh, const Placemen
 using testing::error_of;
 
 void expect_error(const std::function<void()>& f, const std::vector<std::string>& words) {
-  const std::string text = error_of(f);
-  for (const std::string& word : words)
-    EXPECT_NE(text.find(word), std::string::npos) << word << " in: " << text;
+  testing::expect_contains(error_of(f), words);
 }
 
 at::Tensor product_of(const at::Tensor& a, const at::Tensor& b) { return a.mm(b); }
@@ -238,5 +235,4 @@ TEST(ToLocal, GradientsHaveTheGivenPlacements) {
   });
 }
 
-}  // namespace local_map_test
-}  // namespace tessera
+}  // namespace tessera::local_map_test

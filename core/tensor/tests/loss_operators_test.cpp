@@ -9,8 +9,7 @@
 #include "support/operator_parity.h"
 #include "support/run_world.h"
 
-namespace tessera::testing {
-namespace loss_operators_test {
+namespace tessera::testing::loss_operators_test {
 
 std::vector<OperatorCase> cases() {
   return {
@@ -188,5 +187,4 @@ TEST(Losses, OfTargetsThatAreAllIgnoredAreNotNumbers) {
   });
 }
 
-}  // namespace loss_operators_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::loss_operators_test

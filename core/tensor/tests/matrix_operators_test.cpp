@@ -5,8 +5,7 @@
 
 #include "support/operator_parity.h"
 
-namespace tessera::testing {
-namespace matrix_operators_test {
+namespace tessera::testing::matrix_operators_test {
 
 namespace F = torch::nn::functional;
 
@@ -49,5 +48,4 @@ TEST(MatrixOperators, OnThreeRanks) { expect_as_plain(cases(), {3}); }
 TEST(MatrixOperators, OnASquare) { expect_as_plain(cases(), {2, 2}); }
 TEST(MatrixOperatorsNightly, OnASquare) { expect_as_plain(cases(), {2, 2}, Combinations::kAll); }
 
-}  // namespace matrix_operators_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::matrix_operators_test

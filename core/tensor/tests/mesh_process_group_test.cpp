@@ -11,10 +11,8 @@
 #include <thread>
 
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace mesh_process_group_test {
+namespace tessera::mesh_process_group_test {
 
 using namespace std::chrono_literals;
 using testing::expect_error;
@@ -228,5 +226,4 @@ TEST(MeshProcessGroup, IsClosedWithTheWorld) {
   }
 }
 
-}  // namespace mesh_process_group_test
-}  // namespace tessera
+}  // namespace tessera::mesh_process_group_test

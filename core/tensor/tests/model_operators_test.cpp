@@ -7,8 +7,7 @@
 #include "support/operator_parity.h"
 #include "support/run_world.h"
 
-namespace tessera::testing {
-namespace model_operators_test {
+namespace tessera::testing::model_operators_test {
 
 std::vector<OperatorCase> cases() {
   return {
@@ -97,5 +96,4 @@ TEST(ModelOperators, RefuseIndicesOutsideOfAVocabularyThatIsCut) {
   });
 }
 
-}  // namespace model_operators_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::model_operators_test

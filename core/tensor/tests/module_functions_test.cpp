@@ -14,8 +14,7 @@
 #include "support/run_world.h"
 #include "support/test_device.h"
 
-namespace tessera {
-namespace module_functions_test {
+namespace tessera::module_functions_test {
 
 namespace nn = torch::nn;
 using testing::on_test_device;
@@ -273,5 +272,4 @@ TEST(ModuleFunctions, AreCalledOnRanksOutsideTheMesh) {
   });
 }
 
-}  // namespace module_functions_test
-}  // namespace tessera
+}  // namespace tessera::module_functions_test

@@ -7,8 +7,7 @@
 #include "support/operator_parity.h"
 #include "support/run_world.h"
 
-namespace tessera::testing {
-namespace normalization_operators_test {
+namespace tessera::testing::normalization_operators_test {
 
 std::vector<OperatorCase> cases() {
   return {
@@ -162,5 +161,4 @@ TEST(Normalizations, StatisticsHaveTheDtypesOfOneProcess) {
   });
 }
 
-}  // namespace normalization_operators_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::normalization_operators_test

@@ -10,8 +10,7 @@
 #include "support/run_world.h"
 #include "support/test_device.h"
 
-namespace tessera {
-namespace pending_test {
+namespace tessera::pending_test {
 
 using testing::on_test_device;
 
@@ -233,5 +232,4 @@ TEST(PendingReductions, ViewsOfOrdinaryTensorsInInferenceMode) {
   });
 }
 
-}  // namespace pending_test
-}  // namespace tessera
+}  // namespace tessera::pending_test

@@ -3,8 +3,7 @@
 
 #include "support/models.h"
 
-namespace tessera {
-namespace placement_test {
+namespace tessera::placement_test {
 
 using testing::expect_error;
 
@@ -108,5 +107,4 @@ TEST(Normalize, RefusesASplitFactorBelowOne) {
   }
 }
 
-}  // namespace placement_test
-}  // namespace tessera
+}  // namespace tessera::placement_test

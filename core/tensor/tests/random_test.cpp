@@ -8,12 +8,12 @@
 
 #include <functional>
 
+#include "support/error_of.h"
 #include "support/run_world.h"
 #include "support/test_device.h"
 #include "tensor/tests/test_generator.h"
 
-namespace tessera {
-namespace random_test {
+namespace tessera::random_test {
 
 using testing::on_test_device;
 using testing::seed_test_generator;
@@ -159,8 +159,7 @@ TEST(DistRandom, DifferingGeneratorsAreNamedOnAllRanks) {
       ADD_FAILURE() << "no error";
     } catch (const c10::ValueError& error) {
       const std::string text = error.what_without_backtrace();
-      EXPECT_NE(text.find("rank 1 differs from that of rank 0"), std::string::npos) << text;
-      EXPECT_NE(text.find("manual_seed"), std::string::npos) << text;
+      testing::expect_contains(text, {"rank 1 differs from that of rank 0", "manual_seed"});
     }
     EXPECT_EQ(full_tensor(x).count_nonzero().item<int64_t>(), 0);
     seed_test_generator(7);
@@ -256,5 +255,4 @@ TEST(DistRandom, InitializersAreThoseOfOneProcess) {
     });
 }
 
-}  // namespace random_test
-}  // namespace tessera
+}  // namespace tessera::random_test

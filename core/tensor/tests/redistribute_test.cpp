@@ -9,8 +9,7 @@
 #include "support/test_device.h"
 #include "tensor/chunks.h"
 
-namespace tessera {
-namespace redistribute_test {
+namespace tessera::redistribute_test {
 
 using testing::on_test_device;
 
@@ -260,11 +259,11 @@ void expect_told_apart(World& world, const at::Tensor& one, const at::Tensor& ot
 
 TEST(RedistributeOrder, TensorsOfOtherShapesOrPlacementsAreToldApart) {
   TESSERA_ON_HOST_ONLY("a device's backend sees the number of elements alone");
-  for (const Transport transport : {Transport::kGloo, Transport::kArena}) {
+  for (const Transport transport : kTransports) {
     const auto run = [&](const std::function<void(World&, const DeviceMesh&)>& fn) {
-      run_world(
-          2, [&](World& world) { fn(world, DeviceMesh::over_world()); },
-          std::chrono::milliseconds(500), transport);
+      run_over(
+          transport, 2, [&](World& world) { fn(world, DeviceMesh::over_world()); },
+          std::chrono::milliseconds(500));
     };
     run([](World& world, const DeviceMesh& mesh) {
       expect_told_apart(world, distribute(numbers({4, 8}), mesh, {Shard{0}}),
@@ -285,5 +284,4 @@ TEST(RedistributeOrder, TensorsOfOtherShapesOrPlacementsAreToldApart) {
   }
 }
 
-}  // namespace redistribute_test
-}  // namespace tessera
+}  // namespace tessera::redistribute_test

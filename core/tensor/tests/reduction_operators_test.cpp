@@ -9,8 +9,7 @@
 #include "support/run_world.h"
 #include "support/test_device.h"
 
-namespace tessera::testing {
-namespace reduction_operators_test {
+namespace tessera::testing::reduction_operators_test {
 
 std::vector<OperatorCase> cases() {
   return {
@@ -240,5 +239,4 @@ TEST(ReductionOperators, OfACutDimSendWhatIsLeft) {
   });
 }
 
-}  // namespace reduction_operators_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::reduction_operators_test

@@ -11,8 +11,7 @@
 #include "support/run_world.h"
 #include "support/test_device.h"
 
-namespace tessera {
-namespace result_strides_test {
+namespace tessera::result_strides_test {
 
 using Tensors = std::vector<at::Tensor>;
 
@@ -143,5 +142,4 @@ TEST(ResultStrides, NumbersLikeAResultAreThoseOfOneProcess) {
   });
 }
 
-}  // namespace result_strides_test
-}  // namespace tessera
+}  // namespace tessera::result_strides_test

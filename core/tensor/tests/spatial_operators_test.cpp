@@ -6,8 +6,7 @@
 
 #include "support/operator_parity.h"
 
-namespace tessera::testing {
-namespace spatial_operators_test {
+namespace tessera::testing::spatial_operators_test {
 
 // Cases that send nothing if each input is placed so.
 std::vector<QuietCase> quiet_cases() {
@@ -146,5 +145,4 @@ TEST(SpatialOperators, OnThreeRanks) { expect_as_plain(cases(), {3}); }
 TEST(SpatialOperatorsNightly, OnASquare) { expect_as_plain(cases(), {2, 2}, Combinations::kAll); }
 TEST(SpatialOperators, SendNothing) { expect_quiet(quiet_cases()); }
 
-}  // namespace spatial_operators_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::spatial_operators_test

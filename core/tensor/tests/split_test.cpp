@@ -10,12 +10,10 @@
 
 #include "support/counted.h"
 #include "support/models.h"
-#include "support/run_world.h"
 #include "tensor/chunks.h"
 #include "tensor/tests/test_generator.h"
 
-namespace tessera {
-namespace split_test {
+namespace tessera::split_test {
 
 namespace nn = torch::nn;
 using testing::expect_error;
@@ -463,5 +461,4 @@ TEST(SplitOnALine, TrainsAsOneProcess) {
   });
 }
 
-}  // namespace split_test
-}  // namespace tessera
+}  // namespace tessera::split_test

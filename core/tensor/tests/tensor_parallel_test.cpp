@@ -14,8 +14,7 @@
 #include "support/run_world.h"
 #include "support/test_device.h"
 
-namespace tessera {
-namespace tensor_parallel_test {
+namespace tessera::tensor_parallel_test {
 
 namespace nn = torch::nn;
 using testing::on_test_device;
@@ -270,28 +269,29 @@ TEST(TensorParallel, EvaluationSendsWhatForwardDoes) {
 }
 
 TEST(TensorParallel, ALlamaTrainsAsOneProcessDoes) {
-  for (const int ranks : {2, 4}) {
-    run_world(ranks, [ranks](World&) {
-      const DeviceMesh mesh =
-          ranks == 4 ? DeviceMesh::over_world({2, 2}) : DeviceMesh::over_world();
-      Llama dist, plain;
-      cut(dist, mesh, ranks == 4);
-      torch::optim::AdamW optimizer(dist->parameters(), 1e-3),
-          plain_optimizer(plain->parameters(), 1e-3);
-      for (int step = 0; step < 5; ++step) {
-        optimizer.zero_grad();
-        plain_optimizer.zero_grad();
-        const at::Tensor loss = loss_of(dist, some_tokens()),
-                         expected = loss_of(plain, some_tokens());
-        loss.backward();
-        expected.backward();
-        optimizer.step();
-        plain_optimizer.step();
-        ASSERT_NEAR(full_tensor(loss).item<double>(), expected.item<double>(), 1e-4) << step;
-      }
-    });
-  }
+  const auto train = [](const DeviceMesh& mesh, bool cuts_vocabulary, int steps) {
+    Llama dist, plain;
+    cut(dist, mesh, cuts_vocabulary);
+    torch::optim::AdamW optimizer(dist->parameters(), 1e-3),
+        plain_optimizer(plain->parameters(), 1e-3);
+    for (int step = 0; step < steps; ++step) {
+      optimizer.zero_grad();
+      plain_optimizer.zero_grad();
+      const at::Tensor loss = loss_of(dist, some_tokens()),
+                       expected = loss_of(plain, some_tokens());
+      loss.backward();
+      expected.backward();
+      optimizer.step();
+      plain_optimizer.step();
+      ASSERT_NEAR(full_tensor(loss).item<double>(), expected.item<double>(), 1e-4) << step;
+    }
+  };
+  for (const Transport transport : kTransports)
+    run_over(transport, 2, [&](World&) { train(DeviceMesh::over_world(), false, 30); });
+  run_world(4, [&](World&) {
+    train(DeviceMesh::over_world(), true, 5);
+    train(DeviceMesh::over_world({2, 2}), true, 5);
+  });
 }
 
-}  // namespace tensor_parallel_test
-}  // namespace tessera
+}  // namespace tessera::tensor_parallel_test

@@ -5,8 +5,7 @@
 
 #include "support/operator_parity.h"
 
-namespace tessera::testing {
-namespace view_operators_test {
+namespace tessera::testing::view_operators_test {
 
 std::vector<OperatorCase> cases() {
   return {
@@ -287,5 +286,4 @@ TEST(ViewOperators, OnThreeRanks) { expect_as_plain(cases(), {3}); }
 TEST(ViewOperators, OnASquare) { expect_as_plain(cases(), {2, 2}); }
 TEST(ViewOperatorsNightly, OnASquare) { expect_as_plain(cases(), {2, 2}, Combinations::kAll); }
 
-}  // namespace view_operators_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::view_operators_test

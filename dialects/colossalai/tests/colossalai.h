@@ -11,7 +11,6 @@
 
 #include "support/counted.h"
 #include "support/models.h"
-#include "support/run_world.h"
 
 namespace tessera::testing {
 

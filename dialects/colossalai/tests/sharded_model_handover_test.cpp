@@ -3,8 +3,7 @@
 #include "dialects/colossalai/tests/colossalai.h"
 #include "engine/model/sharded_state.h"
 
-namespace tessera::testing {
-namespace sharded_model_handover_test {
+namespace tessera::testing::sharded_model_handover_test {
 
 // Has running statistics of the rows that it has seen.
 struct NormTowerImpl : torch::nn::Module {
@@ -90,5 +89,4 @@ TEST(ShardedModelV2, IsUnwrappedToAnOrdinaryModule) {
   }
 }
 
-}  // namespace sharded_model_handover_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::sharded_model_handover_test

@@ -8,8 +8,7 @@
 #include "engine/model/sharded_state.h"
 #include "support/scratch_directory.h"
 
-namespace tessera::testing {
-namespace sharded_model_test {
+namespace tessera::testing::sharded_model_test {
 
 // Trains `Net` sharded and in one process, from the same values.
 template <class Net>
@@ -457,5 +456,4 @@ TEST(ShardedModelV2, OptionsMustFit) {
   });
 }
 
-}  // namespace sharded_model_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::sharded_model_test

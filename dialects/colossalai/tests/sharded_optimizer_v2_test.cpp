@@ -6,9 +6,9 @@
 
 #include "dialects/colossalai/tests/colossalai.h"
 #include "engine/model/sharded_state.h"
+#include "support/error_of.h"
 
-namespace tessera::testing {
-namespace sharded_optimizer_v2_test {
+namespace tessera::testing::sharded_optimizer_v2_test {
 
 // A model with its optimizer.
 struct Job {
@@ -337,9 +337,8 @@ TEST(ShardedOptimizerV2, CO_36_AMissingScalerIsWarnedOf) {
     state.scaler.clear();
     ::testing::internal::CaptureStderr();
     job.optimizer.load_state_dict(state);
-    EXPECT_NE(::testing::internal::GetCapturedStderr().find(
-                  "Missing scaler when loading optimizer state dict"),
-              std::string::npos);
+    expect_contains(::testing::internal::GetCapturedStderr(),
+                    {"Missing scaler when loading optimizer state dict"});
   });
 }
 
@@ -365,5 +364,4 @@ TEST(ShardedOptimizerV2, CO_37_OverflowsAreFoundWithOneCollective) {
   });
 }
 
-}  // namespace sharded_optimizer_v2_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::sharded_optimizer_v2_test

@@ -7,8 +7,7 @@
 #include "engine/model/sharded_state.h"
 #include "support/scratch_directory.h"
 
-namespace tessera::testing {
-namespace zero_init_test {
+namespace tessera::testing::zero_init_test {
 
 size_t units_of(const ShardedModule& module) { return module.state()->units().size(); }
 
@@ -362,5 +361,4 @@ TEST(ZeroInit, CO_05_AStrategyMayBeTheUsersOwn) {
   });
 }
 
-}  // namespace zero_init_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::zero_init_test

@@ -12,7 +12,6 @@
 
 #include "support/counted.h"
 #include "support/models.h"
-#include "support/run_world.h"
 
 namespace tessera::testing {
 
@@ -70,11 +69,13 @@ Net make_net(uint64_t seed = 3) {
 
 inline Batch batch_of(int64_t step, int64_t rows = 12) { return global_batch(step, rows, 6, 3); }
 
-/// The loss of one rank's rows of a batch.
+/// The loss of one rank's rows of a batch, computed in `dtype`.
 template <class Model>
-at::Tensor loss_of(Model& model, int64_t step, int rank, int size) {
+at::Tensor loss_of(Model& model, int64_t step, int rank, int size,
+                   at::ScalarType dtype = at::kFloat) {
   const Batch batch = batch_of(step);
-  return torch::mse_loss(model.forward(rows_of(batch.x, rank, size)), rows_of(batch.y, rank, size));
+  return torch::mse_loss(model.forward(rows_of(batch.x, rank, size).to(dtype)),
+                         rows_of(batch.y, rank, size).to(dtype));
 }
 
 /// Gradients by name, in host memory: a rank that reads another device waits for the work queued
@@ -87,25 +88,34 @@ std::map<std::string, at::Tensor> gradients_on_host(const Net& net) {
   return gradients;
 }
 
-/// Trains `steps` steps on the batches of `ranks` ranks in one process; returns the state.
-template <class Net>
-std::vector<NamedTensor> train_in_one(Net& net, torch::optim::Optimizer& optimizer, int ranks,
-                                      int steps = 4) {
-  for (int step = 0; step < steps; ++step) {
+/// Takes the steps from `first` to `last` on the batches of `ranks` ranks in one process.
+template <class Model>
+void train_plain(Model& net, torch::optim::Optimizer& optimizer, int ranks, int first, int last) {
+  for (int step = first; step < last; ++step) {
     optimizer.zero_grad();
-    for (int rank = 0; rank < ranks; ++rank) (loss_of(*net, step, rank, ranks) / ranks).backward();
+    for (int rank = 0; rank < ranks; ++rank) (loss_of(net, step, rank, ranks) / ranks).backward();
     optimizer.step();
   }
+}
+/// The same from the start; returns the state.
+template <class Net>
+State train_in_one(Net& net, torch::optim::Optimizer& optimizer, int ranks, int steps = 4) {
+  train_plain(*net, optimizer, ranks, 0, steps);
   return plain_state(*net);
 }
 
+/// This rank's part of these steps.
 template <class Model>
-std::vector<NamedTensor> train(Model& model, AnyOss& optimizer, const World& world, int steps = 4) {
-  for (int step = 0; step < steps; ++step) {
+void train_sharded(Model& model, AnyOss& optimizer, const World& world, int first, int last) {
+  for (int step = first; step < last; ++step) {
     optimizer.zero_grad();
     loss_of(model, step, world.rank(), world.size()).backward();
     optimizer.step();
   }
+}
+template <class Model>
+State train(Model& model, AnyOss& optimizer, const World& world, int steps = 4) {
+  train_sharded(model, optimizer, world, 0, steps);
   return plain_state(model.module());
 }
 

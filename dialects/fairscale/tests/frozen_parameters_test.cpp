@@ -4,10 +4,7 @@
 #include "dialects/fairscale/tests/fairscale.h"
 #include "support/scratch_directory.h"
 
-namespace tessera {
-namespace frozen_parameters_test {
-
-using namespace testing;
+namespace tessera::testing::frozen_parameters_test {
 
 /// Multiplies by a frozen weight.
 struct FrozenImpl : torch::nn::Module {
@@ -173,5 +170,4 @@ TEST(FrozenParameters, EachRankHasItsOwnValuesBack) {
   });
 }
 
-}  // namespace frozen_parameters_test
-}  // namespace tessera
+}  // namespace tessera::testing::frozen_parameters_test

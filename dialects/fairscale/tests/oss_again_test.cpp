@@ -4,10 +4,8 @@
 #include "dialects/fairscale/tests/fairscale.h"
 #include "engine/unit/unit_storage.h"
 
-namespace tessera {
-namespace oss_again_test {
+namespace tessera::testing::oss_again_test {
 
-using namespace testing;
 using torch::optim::OptimizerParamGroup;
 using torch::optim::RMSprop;
 using torch::optim::RMSpropOptions;
@@ -17,8 +15,7 @@ const SGDOptions kSgd = SGDOptions(0.1).momentum(0.9);
 // Runs `f` on 1, 2 and 3 ranks, over messages and over shared memory.
 void run_everywhere(const std::function<void(World&)>& f) {
   for (const int ranks : {1, 2, 3}) {
-    for (const Transport transport : {Transport::kGloo, Transport::kArena})
-      run_world(ranks, f, std::chrono::seconds(30), transport);
+    for (const Transport transport : kTransports) run_over(transport, ranks, f);
   }
 }
 
@@ -212,9 +209,7 @@ TEST(OssAgain, ParametersThatWereWrittenToAreTakenOver) {
     step_alone(*net, *optimizer, *world.process_group(), 1);
     set(plain);
     SGD alone(plain->parameters(), kSgd);
-    for (int rank = 0; rank < world.size(); ++rank)
-      (loss_of(*plain, 1, rank, world.size()) / world.size()).backward();
-    alone.step();
+    train_plain(*plain, alone, world.size(), 1, 2);
     expect_same_state(plain_state(*net), plain_state(*plain), 1e-6, "from what was written");
     expect_replicas(world, *net);
   });
@@ -446,5 +441,4 @@ TEST(OssUnwrap, TheModelIsOrdinaryAndItsOptimizersGoOn) {
   });
 }
 
-}  // namespace oss_again_test
-}  // namespace tessera
+}  // namespace tessera::testing::oss_again_test

@@ -5,10 +5,8 @@
 
 #include "dialects/fairscale/tests/fairscale.h"
 
-namespace tessera {
-namespace oss_clip_test {
+namespace tessera::testing::oss_clip_test {
 
-using namespace testing;
 using torch::nn::utils::clip_grad_norm_;
 
 const SGDOptions kSgd = SGDOptions(0.1).momentum(0.9);
@@ -167,5 +165,4 @@ TEST(Oss, FS_48_CountsWhatIsTrainableNow) {
   });
 }
 
-}  // namespace oss_clip_test
-}  // namespace tessera
+}  // namespace tessera::testing::oss_clip_test

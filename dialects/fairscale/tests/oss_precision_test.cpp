@@ -5,20 +5,14 @@
 
 #include "dialects/fairscale/tests/fairscale.h"
 
-namespace tessera {
-namespace oss_precision_test {
+namespace tessera::testing::oss_precision_test {
 
-using namespace testing;
 using torch::optim::OptimizerParamGroup;
 
 const SGDOptions kSgd = SGDOptions(0.1).momentum(0.9);
 
-// The loss of one rank's rows, computed in the dtype of the net.
 at::Tensor loss_in_dtype(PlainNet& net, int64_t step, int rank, int size) {
-  const Batch batch = batch_of(step);
-  const auto dtype = net->first->weight.scalar_type();
-  return torch::mse_loss(net->forward(rows_of(batch.x, rank, size).to(dtype)),
-                         rows_of(batch.y, rank, size).to(dtype));
+  return loss_of(*net, step, rank, size, net->first->weight.scalar_type());
 }
 
 // Trains an OSS and a plain optimizer; `before` may convert the nets.
@@ -119,7 +113,7 @@ TEST(Oss, FS_45_HalfOfTheBytesAndEqualReplicas) {
     }
   };
   // Where ranks share memory, nothing is sent.
-  run_world(2, run, std::chrono::seconds(30), Transport::kGloo);
+  run_over(Transport::kGloo, 2, run);
 }
 
 // A parameter of ones per rank; each gradient changes it by less than fp16 can represent.
@@ -236,5 +230,4 @@ TEST(Oss, FS_45_MastersOutliveConversionsOfTheModel) {
   });
 }
 
-}  // namespace oss_precision_test
-}  // namespace tessera
+}  // namespace tessera::testing::oss_precision_test

@@ -4,10 +4,7 @@
 #include "dialects/fairscale/tests/fairscale.h"
 #include "engine/tests/optim/saved_optimizers.h"
 
-namespace tessera {
-namespace oss_state_test {
-
-using namespace testing;
+namespace tessera::testing::oss_state_test {
 
 const SGDOptions kSgd = SGDOptions(0.1).momentum(0.9);
 
@@ -38,24 +35,6 @@ PlainNet net_with(const std::vector<NamedTensor>& values) {
   PlainNet net = make_net<PlainNet>(9);
   for (size_t i = 0; i < values.size(); ++i) net->parameters()[i].data().copy_(values[i].tensor);
   return net;
-}
-
-template <class Model>
-void train_plain(Model& net, Optimizer& optimizer, int ranks, int first, int last) {
-  for (int step = first; step < last; ++step) {
-    optimizer.zero_grad();
-    for (int rank = 0; rank < ranks; ++rank) (loss_of(net, step, rank, ranks) / ranks).backward();
-    optimizer.step();
-  }
-}
-
-template <class Model>
-void train_sharded(Model& model, AnyOss& optimizer, World& world, int first, int last) {
-  for (int step = first; step < last; ++step) {
-    optimizer.zero_grad();
-    loss_of(model, step, world.rank(), world.size()).backward();
-    optimizer.step();
-  }
 }
 
 TEST(Oss, FS_49_StateIsGatheredWhereItIsAskedFor) {
@@ -315,5 +294,4 @@ TEST(Oss, FS_52_GroupsThatCannotBeAddedChangeNothing) {
   });
 }
 
-}  // namespace oss_state_test
-}  // namespace tessera
+}  // namespace tessera::testing::oss_state_test

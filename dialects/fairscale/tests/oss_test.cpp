@@ -8,10 +8,8 @@
 
 #include "dialects/fairscale/tests/fairscale.h"
 
-namespace tessera {
-namespace oss_test {
+namespace tessera::testing::oss_test {
 
-using namespace testing;
 using torch::optim::OptimizerParamGroup;
 
 const SGDOptions kSgd = SGDOptions(0.1).momentum(0.9);
@@ -329,5 +327,4 @@ TEST(Oss, FS_54_AGroupOfEverySecondRank) {
   });
 }
 
-}  // namespace oss_test
-}  // namespace tessera
+}  // namespace tessera::testing::oss_test

@@ -8,10 +8,7 @@
 #include "dialects/fairscale/tests/fairscale.h"
 #include "engine/tests/optim/saved_optimizers.h"
 
-namespace tessera {
-namespace sharded_ddp_grid_test {
-
-using namespace testing;
+namespace tessera::testing::sharded_ddp_grid_test {
 
 constexpr int kSteps = 3;
 constexpr double kMaxNorm = 0.3;
@@ -258,5 +255,4 @@ INSTANTIATE_TEST_SUITE_P(Options, ShardedDdpGrid,
                                               kind_of(std::get<1>(info.param)).name);
                          });
 
-}  // namespace sharded_ddp_grid_test
-}  // namespace tessera
+}  // namespace tessera::testing::sharded_ddp_grid_test

@@ -3,10 +3,7 @@
 
 #include "dialects/fairscale/tests/fairscale.h"
 
-namespace tessera {
-namespace sharded_ddp_module_test {
-
-using namespace testing;
+namespace tessera::testing::sharded_ddp_module_test {
 
 const SGDOptions kSgd = SGDOptions(0.1).momentum(0.9);
 
@@ -101,5 +98,4 @@ TEST(ShardedDdp, FS_19_TheModeIsTheModules) {
   });
 }
 
-}  // namespace sharded_ddp_module_test
-}  // namespace tessera
+}  // namespace tessera::testing::sharded_ddp_module_test

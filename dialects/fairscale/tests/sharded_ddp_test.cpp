@@ -4,10 +4,7 @@
 
 #include "dialects/fairscale/tests/fairscale.h"
 
-namespace tessera {
-namespace sharded_ddp_test {
-
-using namespace testing;
+namespace tessera::testing::sharded_ddp_test {
 
 const SGDOptions kSgd = SGDOptions(0.1).momentum(0.9);
 
@@ -769,5 +766,4 @@ TEST(ShardedDdp, FS_65_AnyWayOfClearingGradientsTrainsTheSame) {
   }
 }
 
-}  // namespace sharded_ddp_test
-}  // namespace tessera
+}  // namespace tessera::testing::sharded_ddp_test

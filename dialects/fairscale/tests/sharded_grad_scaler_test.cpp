@@ -5,10 +5,7 @@
 
 #include "dialects/fairscale/tests/fairscale.h"
 
-namespace tessera {
-namespace sharded_grad_scaler_test {
-
-using namespace testing;
+namespace tessera::testing::sharded_grad_scaler_test {
 
 const SGDOptions kSgd = SGDOptions(0.1).momentum(0.9);
 constexpr float kInf = std::numeric_limits<float>::infinity();
@@ -307,5 +304,4 @@ TEST(ShardedGradScaler, FS_64_StateIsThatOfTheOptimizerAfterSkippedSteps) {
   });
 }
 
-}  // namespace sharded_grad_scaler_test
-}  // namespace tessera
+}  // namespace tessera::testing::sharded_grad_scaler_test

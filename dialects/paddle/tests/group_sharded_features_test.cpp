@@ -11,10 +11,8 @@
 #include "engine/model/sharded_state.h"
 #include "support/scratch_directory.h"
 
-namespace tessera {
-namespace group_sharded_features_test {
+namespace tessera::testing::group_sharded_features_test {
 
-using namespace testing;
 using namespace paddle;
 
 const char* const kLevels[] = {"os", "os_g", "p_g_os"};
@@ -261,9 +259,9 @@ TEST(GroupSharded, GS_31_StateIsThatOfTheInnerLayer) {
       state.push_back({"fc9.weight", torch::zeros({2})});
       state[0].tensor = torch::zeros({7});
       const auto error = message_of<c10::ValueError>([&] { model.load_full_state(state); });
-      expect_contains(error, "'fc9.weight' is not in the model");
-      expect_contains(error, "is missing");
-      expect_contains(error, "must have the shape [");
+      expect_contains(error, {"'fc9.weight' is not in the model"});
+      expect_contains(error, {"is missing"});
+      expect_contains(error, {"must have the shape ["});
       expect_same_state(model.full_state(), plain_state(*other), 0, "unchanged");
     });
   }
@@ -318,5 +316,4 @@ TEST(GroupSharded, GS_48_ParametersOutsideOfBuffersWorkWithADpGroup) {
   }
 }
 
-}  // namespace group_sharded_features_test
-}  // namespace tessera
+}  // namespace tessera::testing::group_sharded_features_test

@@ -4,13 +4,11 @@
 #include <map>
 #include <set>
 
-#include "dialects/tests/training.h"
+#include "dialects/paddle/tests/scenario.h"
 #include "engine/model/sharded_state.h"
 
-namespace tessera {
-namespace group_sharded_layers_test {
+namespace tessera::testing::group_sharded_layers_test {
 
-using namespace testing;
 using paddle::group_sharded_parallel;
 
 // The level of each parameter's unit.
@@ -88,14 +86,9 @@ struct Tied : Net {
   torch::nn::Linear out;
 };
 
-// LibTorch's SGD steps a parameter twice if it is listed twice.
 std::unique_ptr<torch::optim::Optimizer> make_sgd_without_ties(Net& net) {
-  std::vector<torch::Tensor> params;
-  std::set<const void*> seen;
-  for (const auto& param : net.parameters()) {
-    if (seen.insert(param.unsafeGetTensorImpl()).second) params.push_back(param);
-  }
-  return std::make_unique<torch::optim::SGD>(params, torch::optim::SGDOptions(0.1));
+  return std::make_unique<torch::optim::SGD>(distinct_parameters(net),
+                                             torch::optim::SGDOptions(0.1));
 }
 
 TEST(GroupSharded, GS_25_TiedWeightsNeedNoList) {
@@ -135,44 +128,15 @@ TEST(GroupSharded, GS_26_FrozenParametersAboveTheSegmentSizeAreSharded) {
   });
 }
 
-// Paddle's SpecialModel: the root, an encoder and a decoder share a Linear; a GroupNorm stays
-// whole.
-struct Coder : torch::nn::Module {
-  explicit Coder(const torch::nn::Linear& shared)
-      : own(register_module("own", torch::nn::Linear(kIn, kIn))),
-        shared(register_module("shared", shared)) {}
-  torch::Tensor forward(const torch::Tensor& x) {
-    return shared->forward(torch::tanh(own->forward(x)));
-  }
-  torch::nn::Linear own, shared;
-};
-struct Special : Net {
-  Special()
-      : shared(register_module("shared", torch::nn::Linear(kIn, kIn))),
-        encoder(register_module("encoder", std::make_shared<Coder>(shared))),
-        norm(register_module("norm", torch::nn::GroupNorm(4, kIn))),
-        decoder(register_module("decoder", std::make_shared<Coder>(shared))),
-        out(register_module("out", torch::nn::Linear(kIn, kOut))) {}
-  torch::Tensor forward(torch::Tensor x) override {
-    x = norm->forward(encoder->forward(torch::tanh(shared->forward(x))));
-    return out->forward(decoder->forward(x));
-  }
-  torch::nn::Linear shared;
-  std::shared_ptr<Coder> encoder;
-  torch::nn::GroupNorm norm;
-  std::shared_ptr<Coder> decoder;
-  torch::nn::Linear out;
-};
-
 TEST(GroupSharded, GS_29_ASharedLinearTrainsBesideAnExcludedGroupNorm) {
   Training training;
-  training.net = [] { return with_values(std::make_shared<Special>()); };
+  training.net = [] { return with_values(std::make_shared<SpecialModel>()); };
   training.optimizer = make_sgd_without_ties;
   training.options = {.segment_size = 0, .exclude_layer = {"GroupNorm"}};
   expect_parity(training);
   run_world(2, [&](World&) {
     auto options = training.options;
-    const auto net = on_test_device(std::make_shared<Special>());
+    const auto net = on_test_device(std::make_shared<SpecialModel>());
     options.exclude_layer = {net->norm.get()};
     const auto inner = make_sgd(*net);
     const auto model = group_sharded_parallel(net, *inner, "p_g_os", options).model;
@@ -183,5 +147,4 @@ TEST(GroupSharded, GS_29_ASharedLinearTrainsBesideAnExcludedGroupNorm) {
   });
 }
 
-}  // namespace group_sharded_layers_test
-}  // namespace tessera
+}  // namespace tessera::testing::group_sharded_layers_test

@@ -9,10 +9,8 @@
 #include "dialects/tests/training.h"
 #include "support/scratch_directory.h"
 
-namespace tessera {
-namespace group_sharded_saving_test {
+namespace tessera::testing::group_sharded_saving_test {
 
-using namespace testing;
 using namespace paddle;
 namespace fs = std::filesystem;
 
@@ -63,7 +61,7 @@ TEST(GroupSharded, GS_40_TheOutputIsADirectoryThatIsMade) {
     if (world.rank() == 0) std::ofstream(file) << "text";
     world.process_group()->barrier({});
     expect_contains(message_of<c10::ValueError>([&] { job.save(file); }),
-                    "Saving directory (" + file.string() + ") should be a directory, not a file");
+                    {"Saving directory (" + file.string() + ") should be a directory, not a file"});
   });
 }
 
@@ -104,7 +102,7 @@ TEST(GroupSharded, GS_41_ModelFilesHoldWholeNamedParametersAndTheOptimizerIsOpti
       Job job(level, at::kBFloat16);
       load_group_sharded_model(job.sharded->model, model_only);
       expect_contains(message_of<c10::ValueError>([&] { job.load(model_only); }),
-                      "saved without one");
+                      {"saved without one"});
       job.load(both);
       EXPECT_EQ(job.sharded->optimizer.steps(), 1);
     });
@@ -115,7 +113,7 @@ TEST(GroupSharded, GS_42_AModelThatIsNotWrappedIsRefused) {
   const PaddleMlp plain;
   expect_contains(
       message_of<c10::ValueError>([&] { save_group_sharded_model(plain, "/nowhere/at/all"); }),
-      "Please use the layer which is wrapped with group_sharded_parallel.");
+      {"Please use the layer which is wrapped with group_sharded_parallel."});
   const ScratchDirectory directory;
   run_world(2, [&](World&) {
     Job job("p_g_os", at::kFloat), other("p_g_os", at::kFloat);
@@ -244,5 +242,4 @@ TEST(GroupSharded, GS_46_AModelNeedsNotBeWholeOnARankBeforeItIsSharded) {
   }
 }
 
-}  // namespace group_sharded_saving_test
-}  // namespace tessera
+}  // namespace tessera::testing::group_sharded_saving_test

@@ -5,10 +5,7 @@
 
 #include "dialects/paddle/tests/scenario.h"
 
-namespace tessera {
-namespace group_sharded_scenario_amp_test {
-
-using namespace testing;
+namespace tessera::testing::group_sharded_scenario_amp_test {
 
 constexpr at::ScalarType kHalves[] = {at::kBFloat16, at::kHalf};
 
@@ -173,5 +170,4 @@ TEST(GroupShardedStage1, LateCollectivesAndSingleBuffersChangeNoBit) {
   }
 }
 
-}  // namespace group_sharded_scenario_amp_test
-}  // namespace tessera
+}  // namespace tessera::testing::group_sharded_scenario_amp_test

@@ -5,10 +5,7 @@
 
 #include "dialects/paddle/tests/scenario.h"
 
-namespace tessera {
-namespace group_sharded_scenario_hybrid_test {
-
-using namespace testing;
+namespace tessera::testing::group_sharded_scenario_hybrid_test {
 
 constexpr int kRanks = 4;
 constexpr double kTolerance = 1e-5;  // of losses
@@ -67,17 +64,6 @@ TEST_P(GroupShardedHybrid, ReplicasOfOneRankOrOfAllAreTheSameAgain) {
   }
 }
 
-// Paddle refuses offload beside a dp_group; here it changes no bit.
-TEST_P(GroupShardedHybrid, OffloadGivesTheSameBits) {
-  const ScratchDirectory directory;
-  Scenario scenario = hybrid({.o2 = at::kHalf, .init_scale = 1024});
-  const Trained expected = run(scenario);
-  for (const std::string& offload : {std::string("cpu"), directory.path().string()}) {
-    scenario.options.offload = offload;
-    expect_equal(run(scenario), expected, GetParam());
-  }
-}
-
 TEST_P(GroupShardedHybrid, WhatWasSavedGoesOnOverAllRanksAndBack) {
   const ScratchDirectory directory;
   const Scenario scenario{.o2 = at::kHalf, .init_scale = 1024}, replicated = hybrid(scenario);
@@ -101,5 +87,4 @@ TEST_P(GroupShardedHybrid, WhatWasSavedGoesOnOverAllRanksAndBack) {
 
 INSTANTIATE_TEST_SUITE_P(Levels, GroupShardedHybrid, ::testing::Values("os", "os_g", "p_g_os"));
 
-}  // namespace group_sharded_scenario_hybrid_test
-}  // namespace tessera
+}  // namespace tessera::testing::group_sharded_scenario_hybrid_test

@@ -3,10 +3,7 @@
 
 #include "dialects/paddle/tests/scenario.h"
 
-namespace tessera {
-namespace group_sharded_scenario_test {
-
-using namespace testing;
+namespace tessera::testing::group_sharded_scenario_test {
 
 // dygraph_group_sharded_stage2.py
 
@@ -103,21 +100,6 @@ TEST(GroupShardedStage3, ModelAndOptimizerGoOnFromWhatWasSaved) {
   }
 }
 
-TEST(GroupShardedStage2, MinimizeIsRefused) {
-  for (const int ranks : {2, 4}) {
-    run_world(ranks, [](World& world) {
-      for (const std::string level : {"os", "os_g", "p_g_os"}) {
-        const Scenario scenario;
-        ScenarioJob job(world, level, scenario);
-        expect_contains(message_of<std::runtime_error>(
-                            [&] { job.sharded.optimizer.minimize(torch::ones({})); }),
-                        "optimizer.minimize() not support now, please use optimizer.step()");
-        job.train(0, 1);
-      }
-    });
-  }
-}
-
 // dygraph_group_sharded_stage2_comm_overlap.py: there is nothing to switch on, since reductions and
 // gathers always overlap. Waiting for them changes no bit, and neither does their delay.
 
@@ -191,5 +173,4 @@ TEST(GroupShardedApi, LevelsAgreeInHalfPrecisionO1) {
   }
 }
 
-}  // namespace group_sharded_scenario_test
-}  // namespace tessera
+}  // namespace tessera::testing::group_sharded_scenario_test

@@ -6,10 +6,8 @@
 #include "dialects/tests/training.h"
 #include "engine/model/sharded_state.h"
 
-namespace tessera {
-namespace group_sharded_test {
+namespace tessera::testing::group_sharded_test {
 
-using namespace testing;
 using paddle::group_sharded_parallel;
 
 // Computes the gradients of step 0 on this rank's rows.
@@ -26,12 +24,12 @@ TEST(GroupSharded, GS_02_OptimizerOfAnotherModelAndModelWithoutParametersAreRefu
           [&] { group_sharded_parallel(model, optimizer, "p_g_os"); });
     };
     const auto wrong = make_sgd(*other), right = make_sgd(*net);
-    expect_contains(refused(net, *wrong), "the optimizer's parameters must be the model's");
+    expect_contains(refused(net, *wrong), {"the optimizer's parameters must be the model's"});
     expect_contains(refused(std::make_shared<torch::nn::GELUImpl>(), *wrong),
-                    "the model must have parameters");
+                    {"the model must have parameters"});
     auto twice = make_sgd(*net);
     twice->add_param_group(torch::optim::OptimizerParamGroup({net->parameters()[0]}));
-    expect_contains(refused(net, *twice), "a parameter must be in one param group");
+    expect_contains(refused(net, *twice), {"a parameter must be in one param group"});
     torch::optim::LBFGS lbfgs(net->parameters());
     EXPECT_THROW(group_sharded_parallel(net, lbfgs, "p_g_os"), c10::NotImplementedError);
     // Wrong on one rank, refused on both.
@@ -195,7 +193,7 @@ TEST(GroupSharded, GS_11_MinimizeIsRefused) {
   auto [model, optimizer, scaler] = group_sharded_parallel(net, *inner, "os_g");
   expect_contains(
       message_of<std::runtime_error>([&optimizer = optimizer] { optimizer.minimize({}); }),
-      "optimizer.minimize() not support now, please use optimizer.step()");
+      {"optimizer.minimize() not support now, please use optimizer.step()"});
 }
 
 TEST(GroupSharded, GS_12_ClippingUsesTheNormOfAllShards) {
@@ -236,5 +234,4 @@ TEST(GroupSharded, GS_13_LearningRatePassesThroughToTheInnerOptimizer) {
   });
 }
 
-}  // namespace group_sharded_test
-}  // namespace tessera
+}  // namespace tessera::testing::group_sharded_test

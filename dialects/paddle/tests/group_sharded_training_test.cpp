@@ -4,10 +4,8 @@
 
 #include "dialects/tests/training.h"
 
-namespace tessera {
-namespace group_sharded_training_test {
+namespace tessera::testing::group_sharded_training_test {
 
-using namespace testing;
 using paddle::group_sharded_parallel;
 
 // Weights and biases in a param group each.
@@ -51,7 +49,7 @@ TEST(GroupSharded, GS_16_ClearGradForgetsWhatWasReduced) {
     optimizer.clear_grad();
     EXPECT_EQ(optimizer.memory().gradients, 0);
     expect_contains(message_of<c10::Error>([&optimizer = optimizer] { optimizer.step(); }),
-                    "there must be a backward since the last zero_grad()");
+                    {"there must be a backward since the last zero_grad()"});
     EXPECT_EQ(norm_of_step(0), first);
     EXPECT_NE(norm_of_step(0), first);  // not cleared in between, so added
   });
@@ -101,7 +99,7 @@ TEST(GroupSharded, GS_19_ConversionComesBeforeShardingAndIsFoundAfterIt) {
     optimizer.step();
     net->to(torch::kFloat);
     expect_contains(message_of<c10::Error>([&optimizer = optimizer] { optimizer.step(); }),
-                    "Convert the model before sharding it");
+                    {"Convert the model before sharding it"});
   });
 }
 
@@ -172,7 +170,7 @@ TEST(GroupSharded, UnwrapGivesTheModelAndTheOptimizerBack) {
         expect_contains(message_of<c10::Error>([&] {
                           parts.model(on_test_device(torch::ones({1, kIn})));
                         }),
-                        "was unwrapped");
+                        {"was unwrapped"});
         for (int step = 3; step < 5; ++step) {
           train_alone(*net, *inner, step);
           train_alone(*plain, *alone, step);
@@ -183,5 +181,4 @@ TEST(GroupSharded, UnwrapGivesTheModelAndTheOptimizerBack) {
   }
 }
 
-}  // namespace group_sharded_training_test
-}  // namespace tessera
+}  // namespace tessera::testing::group_sharded_training_test

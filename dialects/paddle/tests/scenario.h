@@ -16,21 +16,12 @@
 #include "dialects/tests/training.h"
 #include "engine/optim/fused_step.h"
 #include "support/autocast.h"
+#include "support/distinct_parameters.h"
 #include "support/scratch_directory.h"
 
 namespace tessera::testing {
 
 constexpr int64_t kScenarioRows = 40;  // of a global batch: five parts on each of 4 ranks
-
-/// Each parameter once, as optimizers want them.
-inline std::vector<torch::Tensor> distinct_parameters(const torch::nn::Module& net) {
-  std::vector<torch::Tensor> params;
-  std::set<const void*> seen;
-  for (const auto& param : net.parameters()) {
-    if (seen.insert(param.unsafeGetTensorImpl()).second) params.push_back(param);
-  }
-  return params;
-}
 
 inline torch::optim::AdamWOptions scenario_adamw_options() {
   return torch::optim::AdamWOptions(1e-3).weight_decay(1e-5);
@@ -42,6 +33,29 @@ inline std::unique_ptr<torch::optim::Optimizer> make_momentum(Net& net) {
   return std::make_unique<torch::optim::SGD>(distinct_parameters(net),
                                              torch::optim::SGDOptions(1e-2).momentum(0.9));
 }
+
+/// Paddle's SpecialModel: a Linear shared by the root, an encoder and a decoder, and a GroupNorm
+/// that stays whole.
+struct Coder : torch::nn::Module {
+  explicit Coder(const torch::nn::Linear& shared)
+      : first(register_module("first", torch::nn::Linear(kIn, kIn))),
+        shared(register_module("shared", shared)) {}
+  torch::Tensor forward(const torch::Tensor& x) {
+    return shared->forward(torch::tanh(first->forward(x)));
+  }
+  torch::nn::Linear first, shared;
+};
+struct SpecialModel : Net {
+  torch::Tensor forward(torch::Tensor x) override {
+    x = norm->forward(encoder->forward(torch::tanh(shared->forward(x))));
+    return out->forward(decoder->forward(x));
+  }
+  torch::nn::Linear shared = register_module("shared", torch::nn::Linear(kIn, kIn));
+  std::shared_ptr<Coder> encoder = register_module("encoder", std::make_shared<Coder>(shared));
+  torch::nn::GroupNorm norm = register_module("norm", torch::nn::GroupNorm(4, kIn));
+  std::shared_ptr<Coder> decoder = register_module("decoder", std::make_shared<Coder>(shared));
+  torch::nn::Linear out = register_module("out", torch::nn::Linear(kIn, kOut));
+};
 
 /// One of Paddle's tests. `os` and `os_g` have no segments; at `p_g_os` biases stay whole.
 struct Scenario {

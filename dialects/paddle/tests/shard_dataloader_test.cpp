@@ -4,10 +4,8 @@
 
 #include "dialects/paddle/tests/shard_layer.h"
 
-namespace tessera {
-namespace shard_dataloader_test {
+namespace tessera::testing::shard_dataloader_test {
 
-using namespace testing;
 using paddle::shard_dataloader;
 
 struct Rows : torch::data::datasets::Dataset<Rows> {
@@ -165,5 +163,4 @@ TEST(ShardDataloader, SL_56_AModelTrainsOnItAsOnWholeBatches) {
   });
 }
 
-}  // namespace shard_dataloader_test
-}  // namespace tessera
+}  // namespace tessera::testing::shard_dataloader_test

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "support/models.h"
-#include "support/run_world.h"
 
 namespace tessera::testing {
 

@@ -5,10 +5,8 @@
 #include "dialects/paddle/tests/shard_layer.h"
 #include "support/scratch_directory.h"
 
-namespace tessera {
-namespace shard_layer_saving_test {
+namespace tessera::testing::shard_layer_saving_test {
 
-using namespace testing;
 namespace fs = std::filesystem;
 using paddle::flatten_state_dict;
 using paddle::load_state_dict;
@@ -206,5 +204,4 @@ TEST(StateDict, SL_65_OtherNamesOnARankAreAnErrorThatNamesThemOnEveryRank) {
   EXPECT_FALSE(fs::exists(scratch / "one"));
 }
 
-}  // namespace shard_layer_saving_test
-}  // namespace tessera
+}  // namespace tessera::testing::shard_layer_saving_test

@@ -4,10 +4,8 @@
 
 #include <map>
 
-namespace tessera {
-namespace shard_layer_test {
+namespace tessera::testing::shard_layer_test {
 
-using namespace testing;
 using paddle::shard_layer;
 using paddle::shard_tensor;
 
@@ -391,5 +389,4 @@ TEST(ShardLayer, AModelThatIsFullyShardedIsRefused) {
   });
 }
 
-}  // namespace shard_layer_test
-}  // namespace tessera
+}  // namespace tessera::testing::shard_layer_test

@@ -4,10 +4,8 @@
 
 #include "dialects/paddle/tests/shard_layer.h"
 
-namespace tessera {
-namespace shard_optimizer_test {
+namespace tessera::testing::shard_optimizer_test {
 
-using namespace testing;
 using paddle::shard_layer;
 using paddle::shard_optimizer;
 using paddle::ShardingStage1;
@@ -408,5 +406,4 @@ TEST(ShardOptimizer, SL_55_CallsOutOfOrderAreRefused) {
   });
 }
 
-}  // namespace shard_optimizer_test
-}  // namespace tessera
+}  // namespace tessera::testing::shard_optimizer_test

@@ -2,10 +2,8 @@
 
 #include "dialects/paddle/tests/shard_layer.h"
 
-namespace tessera {
-namespace shard_tensor_test {
+namespace tessera::testing::shard_tensor_test {
 
-using namespace testing;
 using paddle::dtensor_from_fn;
 using paddle::dtensor_from_local;
 using paddle::dtensor_to_local;
@@ -305,5 +303,4 @@ TEST(ShardTensor, SL_40_OnMeshesOfTwoDimsAndBetweenMeshes) {
   });
 }
 
-}  // namespace shard_tensor_test
-}  // namespace tessera
+}  // namespace tessera::testing::shard_tensor_test

@@ -9,8 +9,7 @@
 
 #include "support/forked.h"
 
-namespace tessera {
-namespace forked_children_test {
+namespace tessera::forked_children_test {
 
 // Forks as the heaps do.
 std::unique_ptr<Forked> fork_with(ForkedChildren& children, const std::function<void()>& fn) {
@@ -63,5 +62,4 @@ TEST(ForkedChildren, TheirOwnChildrenCountAsTheyDo) {
   EXPECT_TRUE(soon(children, 0));
 }
 
-}  // namespace forked_children_test
-}  // namespace tessera
+}  // namespace tessera::forked_children_test

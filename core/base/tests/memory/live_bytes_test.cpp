@@ -10,8 +10,7 @@
 #include <cstring>
 #include <thread>
 
-namespace tessera {
-namespace live_bytes_test {
+namespace tessera::live_bytes_test {
 
 using Scope = LiveBytes::Scope;
 
@@ -103,5 +102,4 @@ TEST(ProcessMemory, PssGrowsWithTouchedPages) {
          << " when they were written";
 }
 
-}  // namespace live_bytes_test
-}  // namespace tessera
+}  // namespace tessera::live_bytes_test

@@ -16,8 +16,7 @@
 
 #include "support/forked.h"
 
-namespace tessera {
-namespace page_heap_test {
+namespace tessera::page_heap_test {
 
 constexpr size_t kPage = 4096;
 
@@ -204,5 +203,4 @@ TEST(UsePageHeap, LeavesAnAllocatorOfTheUserAlone) {
   c10::SetAllocator(c10::DeviceType::CPU, previous);
 }
 
-}  // namespace page_heap_test
-}  // namespace tessera
+}  // namespace tessera::page_heap_test

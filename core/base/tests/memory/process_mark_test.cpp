@@ -5,8 +5,7 @@
 
 #include "support/forked.h"
 
-namespace tessera {
-namespace process_mark_test {
+namespace tessera::process_mark_test {
 
 TEST(ProcessMark, IsInheritedByAChildOnly) {
   const ProcessMark parents;
@@ -22,5 +21,4 @@ TEST(ProcessMark, IsInheritedByAChildOnly) {
   EXPECT_FALSE(parents.is_inherited());
 }
 
-}  // namespace process_mark_test
-}  // namespace tessera
+}  // namespace tessera::process_mark_test

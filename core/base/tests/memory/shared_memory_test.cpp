@@ -8,8 +8,7 @@
 
 #include "support/forked.h"
 
-namespace tessera {
-namespace shared_memory_test {
+namespace tessera::shared_memory_test {
 
 constexpr size_t kBytes = 64 * 4096;
 
@@ -58,5 +57,4 @@ TEST(SharedMemory, GoesInAChildAndStaysInTheParent) {
   EXPECT_EQ(memory->data()[1], std::byte{7});
 }
 
-}  // namespace shared_memory_test
-}  // namespace tessera
+}  // namespace tessera::shared_memory_test

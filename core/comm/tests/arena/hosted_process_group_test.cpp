@@ -7,14 +7,12 @@
 
 #include "comm/arena/host_table.h"
 #include "support/contract.h"
+#include "support/error_of.h"
 #include "support/resident_pages.h"
 #include "support/run_world.h"
 #include "support/shared_memory_of.h"
 
-namespace tessera {
-namespace hosted_process_group_test {
-
-using namespace testing;
+namespace tessera::testing::hosted_process_group_test {
 
 // Bounds of `ranks` parts of `pages` pages of floats each.
 std::vector<int64_t> even_pages(int ranks, int64_t pages) {
@@ -238,8 +236,7 @@ TEST(Hosts, ARankThatNeverComesIsToldOf) {
             pg.barrier(kTag);
             ADD_FAILURE() << "rank " << world.rank();
           } catch (const c10::DistBackendError& error) {
-            EXPECT_NE(std::string(error.what()).find("unit 'contract'"), std::string::npos)
-                << error.what();
+            expect_contains(error.what(), {"unit 'contract'"});
           }
           ++failed;
           while (failed < 3 && !is_late())
@@ -261,5 +258,4 @@ TEST(Hosts, AWorldCanBeLeftWithCollectivesUnderWay) {
   });
 }
 
-}  // namespace hosted_process_group_test
-}  // namespace tessera
+}  // namespace tessera::testing::hosted_process_group_test

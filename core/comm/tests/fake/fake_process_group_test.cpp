@@ -4,10 +4,7 @@
 
 #include "support/models.h"
 
-namespace tessera {
-namespace fake_process_group_test {
-
-using namespace testing;
+namespace tessera::testing::fake_process_group_test {
 
 const CollectiveTag kTag{"test", Channel::kControl};
 
@@ -94,5 +91,4 @@ TEST(FakeProcessGroup, ChecksArgumentsAsOthersDo) {
     expect_error([&, r = rank, s = size] { fake_process_group(r, s); }, {"[fake_world]"});
 }
 
-}  // namespace fake_process_group_test
-}  // namespace tessera
+}  // namespace tessera::testing::fake_process_group_test

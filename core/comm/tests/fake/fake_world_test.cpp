@@ -10,12 +10,8 @@
 
 #include "support/models.h"
 #include "support/paper_net.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace fake_world_test {
-
-using namespace testing;
+namespace tessera::testing::fake_world_test {
 
 const CollectiveTag kTag{"test", Channel::kControl};
 
@@ -93,13 +89,13 @@ TEST(FakeWorld, ARankIssuesTheCollectivesOfThatRankOfARealWorldInTheirOrder) {
       {.unit_bytes = 300, .whole = {"out.bias"}, .precision = {.param_dtype = at::kBFloat16}}};
   for (const int size : {2, 3, 4}) {
     std::vector<std::vector<Observed>> real(size);
-    run_world(
-        size,
+    run_over(
+        Transport::kGloo, size,
         [&](World& world) {
           for (const ShardPlan& plan : plans)
             real[world.rank()].push_back(observe(world.process_group(), plan));
         },
-        std::chrono::seconds(60), Transport::kGloo);
+        std::chrono::seconds(60));
     for (int rank = 0; rank < size; ++rank) {
       const auto world = fake_world(size, rank);
       for (size_t i = 0; i < plans.size(); ++i) {
@@ -228,5 +224,4 @@ TEST(FakeWorld, HoldsTheShardOfAModelThatIsLargerThanItsMemory) {
   EXPECT_LT(peak_resident_bytes() - before, int64_t{192} << 20);
 }
 
-}  // namespace fake_world_test
-}  // namespace tessera
+}  // namespace tessera::testing::fake_world_test

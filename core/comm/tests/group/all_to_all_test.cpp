@@ -3,12 +3,11 @@
 #include <tessera/comm/process_group_decorators.h>
 
 #include "support/contract.h"
+#include "support/error_of.h"
 #include "support/test_device.h"
 
-namespace tessera {
-namespace all_to_all_test {
+namespace tessera::testing::all_to_all_test {
 
-using namespace testing;
 using std::chrono::milliseconds;
 
 using Numel = std::function<int64_t(int sender, int receiver)>;
@@ -210,7 +209,7 @@ void expect_refused(ProcessGroup& pg, const Messages& from, const Messages& to,
     const std::string text = error.what_without_backtrace();
     for (const std::string& part :
          {std::string("[all_to_all] "), why, "rank " + std::to_string(pg.rank()) + " of "})
-      EXPECT_NE(text.find(part), std::string::npos) << part << " is missing in " << text;
+      expect_contains(text, {part});
   }
 }
 
@@ -265,37 +264,32 @@ TEST_P(AllToAllContract, RefusesWhatOverlaps) {
 
 TEST_P(AllToAllContract, DecoratorsCountAndRecord) {
   const auto transport = kind() == Kind::kArena ? Transport::kArena : Transport::kGloo;
-  run_world(
-      size(),
-      [&](World& world) {
-        const auto counting = counting_process_group(make_process_group(kind(), world));
-        const auto tracing = tracing_process_group(counting);
-        const Numel numel = [](int s, int r) { return 100 * s + 10 * r; };
-        int64_t own = numel(world.rank(), world.rank()) * 2, all = 0;
-        for (int r = 0; r < world.size(); ++r) all += numel(world.rank(), r) * 2;
-        for (int calls = 1; calls <= 2; ++calls) {
-          auto from = places_for_all(*tracing, numel, torch::kBFloat16);
-          tracing->all_to_all(from, messages_to_all(*tracing, numel, torch::kBFloat16), kTag)
-              ->wait();
-          expect_received(*tracing, from, numel, torch::kBFloat16);
-          const CollectiveCounts counts = counting->counts();
-          EXPECT_EQ(counts.all_to_all.calls, calls);
-          EXPECT_EQ(
-              counts.all_to_all.bytes_sent,
-              kind() == Kind::kArena && tests_on_host() && size() > 1 ? 0 : calls * (all - own));
-          EXPECT_EQ(counts.calls(), calls);
-          EXPECT_EQ(counts.bytes_sent(), counts.all_to_all.bytes_sent);
-        }
-        EXPECT_THROW(tracing->all_to_all({}, Messages(1), kTag), c10::ValueError);
-        EXPECT_EQ(counting->counts().calls(), 2);
-        const CollectiveRecord record = tracing->records()[1];
-        EXPECT_EQ(record.name, "all_to_all");
-        EXPECT_EQ(record.subject, "contract");
-        EXPECT_EQ(record.channel, Channel::kGrads);
-        EXPECT_EQ(record.bytes, all);
-        EXPECT_GE(record.completed_us, record.issued_us);
-      },
-      std::chrono::seconds(30), transport);
+  run_over(transport, size(), [&](World& world) {
+    const auto counting = counting_process_group(make_process_group(kind(), world));
+    const auto tracing = tracing_process_group(counting);
+    const Numel numel = [](int s, int r) { return 100 * s + 10 * r; };
+    int64_t own = numel(world.rank(), world.rank()) * 2, all = 0;
+    for (int r = 0; r < world.size(); ++r) all += numel(world.rank(), r) * 2;
+    for (int calls = 1; calls <= 2; ++calls) {
+      auto from = places_for_all(*tracing, numel, torch::kBFloat16);
+      tracing->all_to_all(from, messages_to_all(*tracing, numel, torch::kBFloat16), kTag)->wait();
+      expect_received(*tracing, from, numel, torch::kBFloat16);
+      const CollectiveCounts counts = counting->counts();
+      EXPECT_EQ(counts.all_to_all.calls, calls);
+      EXPECT_EQ(counts.all_to_all.bytes_sent,
+                kind() == Kind::kArena && tests_on_host() && size() > 1 ? 0 : calls * (all - own));
+      EXPECT_EQ(counts.calls(), calls);
+      EXPECT_EQ(counts.bytes_sent(), counts.all_to_all.bytes_sent);
+    }
+    EXPECT_THROW(tracing->all_to_all({}, Messages(1), kTag), c10::ValueError);
+    EXPECT_EQ(counting->counts().calls(), 2);
+    const CollectiveRecord record = tracing->records()[1];
+    EXPECT_EQ(record.name, "all_to_all");
+    EXPECT_EQ(record.subject, "contract");
+    EXPECT_EQ(record.channel, Channel::kGrads);
+    EXPECT_EQ(record.bytes, all);
+    EXPECT_GE(record.completed_us, record.issued_us);
+  });
 }
 
 TEST_P(AllToAllContract, FaultsAreInjected) {
@@ -350,8 +344,8 @@ TEST_P(AllToAllDisagreement, IsAnErrorThatNamesTheCollective) {
   const auto& [kind, disagreement] = GetParam();
   const bool all_are_told = kind != Kind::kGloo;
   std::atomic<int> returned{0}, failed{0};
-  run_world(
-      2,
+  run_over(
+      kind == Kind::kArena ? Transport::kArena : Transport::kGloo, 2,
       [&](World& world) {
         const auto made = make_process_group(kind, world);
         auto& pg = *made;
@@ -366,7 +360,7 @@ TEST_P(AllToAllDisagreement, IsAnErrorThatNamesTheCollective) {
           for (const std::string& part : {std::string("[all_to_all] unit 'x'"),
                                           "rank " + std::to_string(world.rank()) + " of 2",
                                           std::string(all_are_told ? "rank 0 sends " : "timeout")})
-            EXPECT_NE(text.find(part), std::string::npos) << part << " is missing in " << text;
+            expect_contains(text, {part});
           ++failed;
         }
         if (world.rank() == 1 && expected.defined()) {
@@ -380,7 +374,7 @@ TEST_P(AllToAllDisagreement, IsAnErrorThatNamesTheCollective) {
         ++returned;
         while (returned < 2) std::this_thread::sleep_for(milliseconds(5));
       },
-      milliseconds(700), kind == Kind::kArena ? Transport::kArena : Transport::kGloo);
+      milliseconds(700));
   EXPECT_GE(failed, all_are_told ? 2 : 1);
 }
 
@@ -399,5 +393,4 @@ INSTANTIATE_TEST_SUITE_P(
       return kind_name(std::get<0>(info.param)) + std::get<1>(info.param).name;
     });
 
-}  // namespace all_to_all_test
-}  // namespace tessera
+}  // namespace tessera::testing::all_to_all_test

@@ -6,10 +6,7 @@
 #include "support/models.h"
 #include "support/test_device.h"
 
-namespace tessera {
-namespace contract_test {
-
-using namespace testing;
+namespace tessera::testing::contract_test {
 
 // On a device, the worlds' process groups pass each collective to its backend.
 struct ProcessGroupContract : testing::ProcessGroupContract {
@@ -356,5 +353,4 @@ INSTANTIATE_TEST_SUITE_P(SeveralHosts, ProcessGroupContract,
                            return "Hosts" + std::to_string(std::get<1>(info.param)) + "Ranks";
                          });
 
-}  // namespace contract_test
-}  // namespace tessera
+}  // namespace tessera::testing::contract_test

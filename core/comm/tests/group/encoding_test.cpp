@@ -7,11 +7,9 @@
 
 #include "comm/group/capability.h"
 #include "support/models.h"
-#include "support/run_world.h"
 #include "support/test_device.h"
 
-namespace tessera {
-namespace encoding_test {
+namespace tessera::encoding_test {
 
 constexpr CollectiveTag kTag{"encoded", Channel::kGrads};
 constexpr Encoding kBlocks[] = {Encoding::kInt8, Encoding::kFloat8};
@@ -147,8 +145,8 @@ torch::Tensor sent(Encoding encoding, const torch::Tensor& flat, const std::vect
 TEST_F(EncodedMessages, ReduceScatterAddsWhatOthersSendToItsOwnValuesInFloat) {
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     for (const int64_t numel : {3, 1000, 2'500'003}) {
-      run_world(
-          3,
+      run_over(
+          Transport::kGloo, 3,
           [&](World& world) {
             const int rank = world.rank();
             const std::vector<int64_t> bounds = {0, numel / 2, numel / 2, numel};
@@ -186,35 +184,31 @@ TEST_F(EncodedMessages, ReduceScatterAddsWhatOthersSendToItsOwnValuesInFloat) {
                         sent_nbytes(world) - sent_before);
             }
           },
-          std::chrono::seconds(60), Transport::kGloo);
+          std::chrono::seconds(60));
     }
   }
 }
 
 TEST_F(EncodedMessages, ErrorsOfReductionsAreSentWithTheNextOnes) {
-  run_world(
-      2,
-      [&](World& world) {
-        const std::vector<int64_t> bounds = {0, 700, 1400};
-        const auto error = std::make_shared<torch::Tensor>();
-        auto total = torch::zeros({700}, torch::kDouble), expected = total.clone();
-        const auto flat = values(1400, at::kFloat, world.rank()).clamp(-5, 5);
-        for (int step = 0; step < 40; ++step) {
-          auto out = torch::empty({700});
-          const auto work = world.process_group()->reduce_scatter(
-              out, {{0, flat, 1400}}, bounds, {.encoding = Encoding::kInt8, .error = error}, kTag);
-          work->wait();
-          work->wait_inputs();
-          total += out;
-        }
-        for (const int r : {0, 1})
-          expected +=
-              40 * values(1400, at::kFloat, r).clamp(-5, 5).narrow(0, 700 * world.rank(), 700);
-        EXPECT_EQ(error->numel(), 1400);
-        // A step of int8 at most is still owed.
-        EXPECT_TRUE(torch::allclose(total, expected, 0, 5.0 / 127)) << "rank " << world.rank();
-      },
-      std::chrono::seconds(30), Transport::kGloo);
+  run_over(Transport::kGloo, 2, [&](World& world) {
+    const std::vector<int64_t> bounds = {0, 700, 1400};
+    const auto error = std::make_shared<torch::Tensor>();
+    auto total = torch::zeros({700}, torch::kDouble), expected = total.clone();
+    const auto flat = values(1400, at::kFloat, world.rank()).clamp(-5, 5);
+    for (int step = 0; step < 40; ++step) {
+      auto out = torch::empty({700});
+      const auto work = world.process_group()->reduce_scatter(
+          out, {{0, flat, 1400}}, bounds, {.encoding = Encoding::kInt8, .error = error}, kTag);
+      work->wait();
+      work->wait_inputs();
+      total += out;
+    }
+    for (const int r : {0, 1})
+      expected += 40 * values(1400, at::kFloat, r).clamp(-5, 5).narrow(0, 700 * world.rank(), 700);
+    EXPECT_EQ(error->numel(), 1400);
+    // A step of int8 at most is still owed.
+    EXPECT_TRUE(torch::allclose(total, expected, 0, 5.0 / 127)) << "rank " << world.rank();
+  });
 }
 
 // On messages alone, and on hosts whose ranks share memory.
@@ -247,9 +241,9 @@ void gather_and_broadcast(World& world, int64_t senders_per_rank) {
 }
 
 TEST_F(EncodedMessages, GathersAndBroadcastsArriveAsRoundedOverMessages) {
-  run_world(
-      3, [](World& world) { gather_and_broadcast(world, 2); }, std::chrono::seconds(60),
-      Transport::kGloo);
+  run_over(
+      Transport::kGloo, 3, [](World& world) { gather_and_broadcast(world, 2); },
+      std::chrono::seconds(60));
 }
 
 TEST_F(EncodedMessages, GathersAndBroadcastsArriveAsRoundedOverHosts) {
@@ -257,20 +251,13 @@ TEST_F(EncodedMessages, GathersAndBroadcastsArriveAsRoundedOverHosts) {
 }
 
 TEST_F(EncodedMessages, RefuseOtherDtypes) {
-  run_world(
-      2,
-      [](World& world) {
-        const auto flat = torch::zeros({4}, torch::kDouble),
-                   shard = torch::zeros({2}, torch::kDouble);
-        const std::vector<int64_t> bounds = {0, 2, 4};
-        testing::expect_error(
-            [&] {
-              world.process_group()->all_gather(flat, shard, bounds, {"wide"}, Encoding::kInt8);
-            },
-            {"only elements of float, bfloat16 and half can be sent as int8", "Double"});
-      },
-      std::chrono::seconds(30), Transport::kGloo);
+  run_over(Transport::kGloo, 2, [](World& world) {
+    const auto flat = torch::zeros({4}, torch::kDouble), shard = torch::zeros({2}, torch::kDouble);
+    const std::vector<int64_t> bounds = {0, 2, 4};
+    testing::expect_error(
+        [&] { world.process_group()->all_gather(flat, shard, bounds, {"wide"}, Encoding::kInt8); },
+        {"only elements of float, bfloat16 and half can be sent as int8", "Double"});
+  });
 }
 
-}  // namespace encoding_test
-}  // namespace tessera
+}  // namespace tessera::encoding_test

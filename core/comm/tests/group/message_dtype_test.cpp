@@ -5,10 +5,7 @@
 #include "support/contract.h"
 #include "support/test_device.h"
 
-namespace tessera {
-namespace message_dtype_test {
-
-using namespace testing;
+namespace tessera::testing::message_dtype_test {
 
 struct MessageDtypeContract : ProcessGroupContract {
   Kind kind() const { return std::get<0>(GetParam()); }
@@ -163,5 +160,4 @@ TEST_P(MessageDtypeContract, DecoratorsCountBytesOfMessages) {
 
 TESSERA_CONTRACT(MessageDtypeContract, 1, 2, 3);
 
-}  // namespace message_dtype_test
-}  // namespace tessera
+}  // namespace tessera::testing::message_dtype_test

@@ -9,12 +9,11 @@
 
 #include "comm/group/collective_form.h"
 #include "support/contract.h"
+#include "support/error_of.h"
 
-namespace tessera {
-namespace order_test {
+namespace tessera::testing::order_test {
 
 using namespace std::chrono_literals;
-using namespace testing;
 
 constexpr CollectiveTag kFirst{.subject = "first", .channel = Channel::kControl};
 constexpr CollectiveTag kLast{.subject = "after first and second", .channel = Channel::kControl};
@@ -36,11 +35,11 @@ class OrderOfCollectives : public ::testing::TestWithParam<Kind> {
         ADD_FAILURE() << "rank " << world.rank() << " was told nothing";
       } catch (const c10::DistBackendError& error) {
         const std::string text = error.what_without_backtrace();
-        EXPECT_NE(text.find(is_first ? "first" : "second"), std::string::npos) << text;
+        expect_contains(text, {is_first ? "first" : "second"});
       }
     };
     GetParam() == Kind::kHosts ? run_hosts(4, by_halves, on_rank, 500ms)
-                               : run_world(2, on_rank, 500ms, transport);
+                               : run_over(transport, 2, on_rank, 500ms);
   }
 };
 
@@ -112,5 +111,4 @@ TEST(CollectiveForm, DiffersWithEachOfItsParts) {
   EXPECT_EQ(fingerprints.size(), 9);
 }
 
-}  // namespace order_test
-}  // namespace tessera
+}  // namespace tessera::testing::order_test

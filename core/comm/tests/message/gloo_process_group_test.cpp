@@ -5,8 +5,7 @@
 #include "comm/group/local_sum.h"
 #include "support/run_world.h"
 
-namespace tessera {
-namespace gloo_process_group_test {
+namespace tessera::gloo_process_group_test {
 
 std::vector<int64_t> bounds_of(int64_t numel, int size) {
   std::vector<int64_t> bounds(size + 1);
@@ -178,5 +177,4 @@ TEST(LocalSum, LetsNaNWinComparisons) {
   }
 }
 
-}  // namespace gloo_process_group_test
-}  // namespace tessera
+}  // namespace tessera::gloo_process_group_test

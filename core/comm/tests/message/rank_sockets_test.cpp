@@ -13,8 +13,7 @@
 
 #include "support/forked.h"
 
-namespace tessera {
-namespace rank_sockets_test {
+namespace tessera::rank_sockets_test {
 
 // A socket that is closed with the object.
 struct OwnSocket {
@@ -105,5 +104,4 @@ TEST(RankSockets, LeaveADescriptorAloneThatGotTheNumberOfAClosedOne) {
   EXPECT_EQ(status_of_child([&] { TORCH_CHECK(tcp_ports_of(other.fd)); }), 0);
 }
 
-}  // namespace rank_sockets_test
-}  // namespace tessera
+}  // namespace tessera::rank_sockets_test

@@ -17,8 +17,7 @@
 #include "support/error_of.h"
 #include "support/run_world.h"
 
-namespace tessera {
-namespace relay_test {
+namespace tessera::relay_test {
 
 using testing::error_of;
 
@@ -159,7 +158,7 @@ TEST(RelayFailures, ARankThatDisagreesIsAnErrorOnAllRanks) {
         auto tensor = torch::ones({pg.rank() == 4 ? 3 : 2});
         const std::string error = error_of<c10::DistBackendError>(
             [&] { pg.all_reduce(tensor, ReduceOp::kSum, kTag)->wait(); });
-        EXPECT_NE(error.find("[all_reduce] unit 'relay'"), std::string::npos) << error;
+        testing::expect_contains(error, {"[all_reduce] unit 'relay'"});
         if (error != "no error") ++errors;
       },
       std::chrono::seconds(5));
@@ -174,7 +173,7 @@ TEST(RelayFailures, ARankThatStaysAwayIsAnErrorOnAllOthers) {
         auto& pg = *world.process_group();
         if (pg.rank() != 4) {
           const std::string error = error_of<c10::DistBackendError>([&] { pg.barrier(kTag); });
-          EXPECT_NE(error.find("[barrier] unit 'relay'"), std::string::npos) << error;
+          testing::expect_contains(error, {"[barrier] unit 'relay'"});
           if (error != "no error") ++errors;
         }
         const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(20);
@@ -185,5 +184,4 @@ TEST(RelayFailures, ARankThatStaysAwayIsAnErrorOnAllOthers) {
   EXPECT_EQ(errors, 16);
 }
 
-}  // namespace relay_test
-}  // namespace tessera
+}  // namespace tessera::relay_test

@@ -11,10 +11,7 @@
 #include "comm/group/capability.h"
 #include "support/contract.h"
 
-namespace tessera {
-namespace sent_bytes_test {
-
-using namespace testing;
+namespace tessera::testing::sent_bytes_test {
 
 int64_t sent_by(const ProcessGroupPtr& pg) {
   const auto* const sender = dynamic_cast<const SendsMessages*>(pg.get());
@@ -94,5 +91,4 @@ TEST(SentBytes, CrossTheNetworkOnceForAHost) {
   });
 }
 
-}  // namespace sent_bytes_test
-}  // namespace tessera
+}  // namespace tessera::testing::sent_bytes_test

@@ -11,8 +11,9 @@
 #include <utility>
 #include <vector>
 
-namespace tessera {
-namespace arrival_test {
+#include "support/error_of.h"
+
+namespace tessera::arrival_test {
 
 using namespace std::chrono_literals;
 
@@ -95,8 +96,7 @@ TEST(Arrive, RefusesOnAllRanksAtOnce) {
       {{arrival(0, 4), nccl}, "'gloo' for rank 0 (process 100 on host a) and 'nccl' for rank 1"}};
   for (const auto& [arrivals, part] : cases) {
     const auto start = Deadline::Clock::now();
-    for (const std::string& refusal : refusals(arrivals))
-      EXPECT_NE(refusal.find(part), std::string::npos) << refusal;
+    for (const std::string& refusal : refusals(arrivals)) testing::expect_contains(refusal, {part});
     EXPECT_LT(Deadline::Clock::now() - start, 5s);
   }
 }
@@ -112,7 +112,7 @@ TEST(Arrive, RefusesARankThatTheLauncherOfAnotherOneHasStartedAsAnotherProcess) 
   const std::string refusal = refusals({first, foreign, arrival(2, 3)})[2];
   for (const char* const part : {"are of two jobs: its launcher has started process 101 as rank 1",
                                  "MASTER_ADDR:MASTER_PORT", "one TESSERA_JOB"})
-    EXPECT_NE(refusal.find(part), std::string::npos) << refusal;
+    testing::expect_contains(refusal, {part});
   EXPECT_EQ(refusals({unknown, first, arrival(2, 3)})[0], refusals({first, unknown})[0]);
   EXPECT_EQ(refusals({own, first, arrival(2, 3)})[0], "");
   foreign.processes = "pid:[2]";  // the numbers are of other processes there
@@ -139,7 +139,7 @@ TEST(Arrive, RefusesARankThatComesAfterAllWereThere) {
   const auto refused = refusals({arrival(0, 2), arrival(1, 2), arrival(1, 2)});
   EXPECT_EQ(refused[0], "");
   EXPECT_EQ(refused[1], "");
-  EXPECT_NE(refused[2].find("rank 1 joined twice"), std::string::npos) << refused[2];
+  testing::expect_contains(refused[2], {"rank 1 joined twice"});
 }
 
 TEST(Agreement, TakesTheTransportThatARankAsksFor) {
@@ -157,11 +157,10 @@ TEST(Agreement, TakesTheTransportThatARankAsksFor) {
   const Agreement gloo = of({"auto", "auto", "gloo"});
   EXPECT_EQ(gloo.transport, Transport::kGloo);
   ASSERT_EQ(gloo.warnings.size(), 1);
-  EXPECT_NE(gloo.warnings[0].find("rank 2 (process 102 on host a)"), std::string::npos);
+  testing::expect_contains(gloo.warnings[0], {"rank 2 (process 102 on host a)"});
   const std::string refusal = of({"auto", "arena", "gloo"}).refusal;
-  EXPECT_NE(refusal.find("gloo for rank 2 (process 102 on host a) and arena for rank 1"),
-            std::string::npos)
-      << refusal;
+  testing::expect_contains(refusal,
+                           {"gloo for rank 2 (process 102 on host a) and arena for rank 1"});
 }
 
 TEST(Agreement, TakesTheLeastTimeout) {
@@ -206,8 +205,8 @@ TEST(Init, EndsInTimeIfARankStopsBeforeItConnects) {
         ADD_FAILURE() << "no exception";
       } catch (const c10::DistNetworkError& error) {
         const std::string text = error.what_without_backtrace();
-        EXPECT_NE(text.find("could not connect to all other ranks"), std::string::npos) << text;
-        EXPECT_NE(text.find("all ranks are there"), std::string::npos) << text;
+        testing::expect_contains(text,
+                                 {"could not connect to all other ranks", "all ranks are there"});
       }
       EXPECT_LT(deadline.waited(), 3s);
     };
@@ -295,5 +294,4 @@ TEST(Arrive, ReadsThoseBeforeARankThatIsLate) {
   EXPECT_EQ(last.missing(), (std::vector<int>{5, 6, 7}));
 }
 
-}  // namespace arrival_test
-}  // namespace tessera
+}  // namespace tessera::arrival_test

@@ -10,8 +10,7 @@
 #include "comm/start/spawned_rank.h"
 #include "support/run_world.h"
 
-namespace tessera {
-namespace deadline_test {
+namespace tessera::deadline_test {
 
 using namespace std::chrono_literals;
 
@@ -77,5 +76,4 @@ TEST(Within, WorksForTheRankOfTheCallingThread) {
   });
 }
 
-}  // namespace deadline_test
-}  // namespace tessera
+}  // namespace tessera::deadline_test

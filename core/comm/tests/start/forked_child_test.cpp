@@ -13,10 +13,7 @@
 #include "support/contract.h"
 #include "support/forked.h"
 
-namespace tessera {
-namespace forked_child_test {
-
-using namespace testing;
+namespace tessera::testing::forked_child_test {
 
 void expect_refused(const std::function<void()>& fn) {
   try {
@@ -87,15 +84,12 @@ INSTANTIATE_TEST_SUITE_P(Hosts, ForkedChild,
 class WorldOfAForkedChild : public ::testing::TestWithParam<Transport> {};
 
 TEST_P(WorldOfAForkedChild, EndsThereAndNotInTheParent) {
-  run_world(
-      3,
-      [](World& world) {
-        EXPECT_EQ(status_of_child([&] { const World gone = std::move(world); }), 0);
-        auto number = torch::ones({1});
-        world.process_group()->all_reduce(number, ReduceOp::kSum, kTag)->wait();
-        EXPECT_EQ(number.item<float>(), 3);
-      },
-      std::chrono::seconds(30), GetParam());
+  run_over(GetParam(), 3, [](World& world) {
+    EXPECT_EQ(status_of_child([&] { const World gone = std::move(world); }), 0);
+    auto number = torch::ones({1});
+    world.process_group()->all_reduce(number, ReduceOp::kSum, kTag)->wait();
+    EXPECT_EQ(number.item<float>(), 3);
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(All, WorldOfAForkedChild,
@@ -130,5 +124,4 @@ TEST(WorldOfAForkedChild, MayBeMadeAnew) {
   });
 }
 
-}  // namespace forked_child_test
-}  // namespace tessera
+}  // namespace tessera::testing::forked_child_test

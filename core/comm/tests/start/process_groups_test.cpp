@@ -12,10 +12,8 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace process_groups_test {
+namespace tessera::process_groups_test {
 
 using testing::expect_error;
 using Ranks = std::vector<int>;
@@ -140,5 +138,4 @@ TEST(ProcessGroups, OfTheirOwnAndSharedOnesAreNotMixedUp) {
   });
 }
 
-}  // namespace process_groups_test
-}  // namespace tessera
+}  // namespace tessera::process_groups_test

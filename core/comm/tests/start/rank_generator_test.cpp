@@ -15,10 +15,8 @@
 
 #include "support/models.h"
 
-namespace tessera {
-namespace rank_generator_test {
+namespace tessera::testing::rank_generator_test {
 
-using namespace testing;
 using torch::Tensor;
 using Draw = std::function<Tensor()>;
 
@@ -245,5 +243,4 @@ TEST(RankGenerator, NoOperatorDrawsBeforeItHasATensor) {
   }
 }
 
-}  // namespace rank_generator_test
-}  // namespace tessera
+}  // namespace tessera::testing::rank_generator_test

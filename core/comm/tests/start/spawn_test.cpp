@@ -11,13 +11,12 @@
 #include <future>
 #include <set>
 
+#include "support/error_of.h"
 #include "support/models.h"
 
-namespace tessera {
-namespace spawn_test {
+namespace tessera::testing::spawn_test {
 
 using namespace std::chrono_literals;
-using namespace testing;
 
 double sum_over_ranks(World& world, double value) {
   auto number = torch::full({1}, value, torch::kDouble);
@@ -111,7 +110,6 @@ TEST(Spawn, IsRefusedInARankOfALauncher) {
 }
 
 TEST(Spawn, ThrowsTheFirstFailureWithItsRankAndType) {
-  const auto start = std::chrono::steady_clock::now();
   const auto fail = [](const auto& error) {
     spawn(3, [&] {
       World world = init();
@@ -124,8 +122,7 @@ TEST(Spawn, ThrowsTheFirstFailureWithItsRankAndType) {
     ADD_FAILURE() << "expected a ValueError";
   } catch (const c10::ValueError& error) {
     const std::string message = error.what_without_backtrace();
-    EXPECT_NE(message.find("a bad value"), std::string::npos) << message;
-    EXPECT_NE(message.find("rank 1 of 3"), std::string::npos) << message;
+    expect_contains(message, {"a bad value", "rank 1 of 3"});
   }
   try {
     fail(std::logic_error("bad logic"));
@@ -133,11 +130,9 @@ TEST(Spawn, ThrowsTheFirstFailureWithItsRankAndType) {
   } catch (const std::runtime_error& error) {
     EXPECT_STREQ(error.what(), "[rank 1 of 3] bad logic");
   }
-  EXPECT_LT(std::chrono::steady_clock::now() - start, 60s) << "the others waited";
 }
 
 TEST(Spawn, ARankThatFailsBeforeInitEndsTheWaitOfTheOthers) {
-  const auto start = std::chrono::steady_clock::now();
   std::atomic<int> threads = 0, failed = 0;
   const auto join_but_one = [&] {
     if (threads++ == 0) TORCH_CHECK(false, "no data");
@@ -150,7 +145,6 @@ TEST(Spawn, ARankThatFailsBeforeInitEndsTheWaitOfTheOthers) {
   };
   expect_error([&] { spawn(3, join_but_one); }, {"no data", "rank ", " of 3"});
   EXPECT_EQ(failed, 2);
-  EXPECT_LT(std::chrono::steady_clock::now() - start, 60s);
 }
 
 TEST(Spawn, ARankThatNeverJoinsIsWaitedForUntilTheTimeout) {
@@ -182,5 +176,4 @@ TEST(Spawn, TrainsAsOneProcessDoes) {
   }
 }
 
-}  // namespace spawn_test
-}  // namespace tessera
+}  // namespace tessera::testing::spawn_test

@@ -8,11 +8,10 @@
 #include <mutex>
 #include <thread>
 
+#include "support/error_of.h"
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace world_parts_test {
+namespace tessera::world_parts_test {
 
 using namespace std::chrono_literals;
 using testing::expect_error;
@@ -212,7 +211,7 @@ TEST(NewProcessGroup, SaysThatAnotherRankDoesNotCome) {
           const std::string text = error.what_without_backtrace();
           for (const char* part :
                {"[new_process_group]", "rank 0 of ranks 0, 1", "in vain for rank 1"})
-            EXPECT_NE(text.find(part), std::string::npos) << part << " is missing in " << text;
+            testing::expect_contains(text, {part});
         } catch (const std::exception& error) {
           ADD_FAILURE() << "another exception: " << error.what();
         }
@@ -280,5 +279,4 @@ TEST(HybridProcessGroups, OfAWorldOfOneAreOfOne) {
   });
 }
 
-}  // namespace world_parts_test
-}  // namespace tessera
+}  // namespace tessera::world_parts_test

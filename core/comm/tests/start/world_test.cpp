@@ -15,13 +15,12 @@
 #include "comm/start/job_token.h"
 #include "comm/start/slurm.h"
 #include "comm/start/store_listener.h"
+#include "support/error_of.h"
 #include "support/models.h"
-#include "support/run_world.h"
 
 extern char** environ;
 
-namespace tessera {
-namespace world_test {
+namespace tessera::world_test {
 
 using namespace std::chrono_literals;
 
@@ -184,7 +183,7 @@ TEST_P(ContradictoryEnvironment, IsRefusedByName) {
   } catch (const c10::ValueError& error) {
     const std::string text = error.what_without_backtrace();
     for (const auto& part : GetParam().named) {
-      EXPECT_NE(text.find(part), std::string::npos) << part << " is missing in " << text;
+      testing::expect_contains(text, {part});
     }
   }
 }
@@ -419,7 +418,7 @@ void expect_network_error(const std::function<void()>& fn, const std::vector<std
   } catch (const c10::DistNetworkError& error) {
     const std::string text = error.what_without_backtrace();
     for (const auto& part : parts) {
-      EXPECT_NE(text.find(part), std::string::npos) << part << " is missing in " << text;
+      testing::expect_contains(text, {part});
     }
   }
   EXPECT_LT(std::chrono::steady_clock::now() - start, 15s);
@@ -460,5 +459,4 @@ TEST(Nccl, IsRefusedWithoutCuda) {
                c10::NotImplementedError);
 }
 
-}  // namespace world_test
-}  // namespace tessera
+}  // namespace tessera::world_test

@@ -10,8 +10,7 @@
 
 #include "support/scratch_directory.h"
 
-namespace tessera {
-namespace flight_file_test {
+namespace tessera::flight_file_test {
 
 // Waits of several threads fail at once where a rank is lost.
 TEST(FlightFile, IsWholeWhenSeveralThreadsWriteIt) {
@@ -39,5 +38,4 @@ TEST(FlightFile, IsWholeWhenSeveralThreadsWriteIt) {
   EXPECT_EQ(json.at("reason").get<std::string>().size() % 1000, 0U);
 }
 
-}  // namespace flight_file_test
-}  // namespace tessera
+}  // namespace tessera::flight_file_test

@@ -4,8 +4,7 @@
 
 #include "comm/watch/datagrams.h"
 
-namespace tessera {
-namespace messages_test {
+namespace tessera::messages_test {
 
 TEST(WatchMessage, CarriesAnAnswer) {
   Answer answer;
@@ -78,10 +77,7 @@ TEST(Datagrams, WakeUpTheReceiver) {
   Datagrams a("127.0.0.1");
   a.set_endpoints({a.endpoint()});
   a.wake();
-  const auto start = std::chrono::steady_clock::now();
-  EXPECT_TRUE(a.receive(std::chrono::seconds(20)).texts.empty());
-  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+  EXPECT_TRUE(a.receive(std::chrono::hours(1)).texts.empty());
 }
 
-}  // namespace messages_test
-}  // namespace tessera
+}  // namespace tessera::messages_test

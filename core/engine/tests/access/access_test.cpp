@@ -4,12 +4,8 @@
 
 #include "engine/model/sharded_state.h"
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace access_test {
-
-using namespace testing;
+namespace tessera::testing::access_test {
 
 std::shared_ptr<Mlp> make_mlp() {
   return seeded(7, [] { return std::make_shared<Mlp>(37, 3, 5); });
@@ -17,24 +13,17 @@ std::shared_ptr<Mlp> make_mlp() {
 
 // Runs `f` with the sharded and the plain model, on worlds of several sizes and at several levels.
 void on_sharded(const std::function<void(World&, Sharded<Mlp>&, Mlp&)>& f,
-                std::vector<int> sizes = {1, 2, 3},
-                std::vector<ShardLevel> levels = {ShardLevel::kNone, ShardLevel::kGradients,
-                                                  ShardLevel::kParameters}) {
-  for (const int size : sizes) {
-    for (const auto level : levels) {
-      run_world(size, [&](World& world) {
-        SCOPED_TRACE(
-            fmt::format("rank {} of {}, level {}", world.rank(), size, static_cast<int>(level)));
-        const auto plain = make_mlp();
-        auto sharded = fully_shard(make_mlp(), {.level = level, .unit_bytes = 6000});
-        f(world, sharded, *plain);
-      });
-    }
-  }
+                const std::vector<int>& sizes = {1, 2, 3},
+                const std::vector<ShardPlan>& plans = at_each_level({.unit_bytes = 6000})) {
+  on_worlds(sizes, plans, [&](World& world, const ShardPlan& plan) {
+    const auto plain = make_mlp();
+    auto sharded = fully_shard(make_mlp(), plan);
+    f(world, sharded, *plain);
+  });
 }
 
 const std::vector<int> kManyRanks = {2, 3};
-const std::vector<ShardLevel> kParametersOnly = {ShardLevel::kParameters};
+const std::vector<ShardPlan> kParametersOnly = {{.unit_bytes = 6000}};
 
 const Unit& unit(const ShardedModule& sharded, size_t i) { return *sharded.state()->units()[i]; }
 
@@ -156,17 +145,22 @@ TEST(Access, WritesByOperatorsReachAllRanks) {
 }
 
 TEST(Access, RanksThatWriteDifferentValuesEndWithOneReplica) {
-  for (const auto level : {ShardLevel::kNone, ShardLevel::kGradients, ShardLevel::kParameters}) {
-    std::vector<std::vector<NamedTensor>> states(3);
-    run_world(3, [&](World& world) {
-      auto sharded = fully_shard(make_mlp(), {.level = level, .unit_bytes = 6000});
+  const auto train = [](World& world) {
+    std::vector<State> states;
+    for (const ShardPlan& plan : at_each_level({.unit_bytes = 6000})) {
+      auto sharded = fully_shard(make_mlp(), plan);
       torch::NoGradGuard no_grad;
       sharded->fcs[0]->weight.fill_(static_cast<double>(world.rank()));
       torch::nn::init::normal_(sharded->fcs[1]->weight);  // the ranks draw different values
-      states[world.rank()] = sharded.full_state();
-      EXPECT_TRUE(torch::equal(sharded->fcs[0]->weight * 1, states[world.rank()][0].tensor));
-    });
-    for (const auto& state : states) expect_same_state(state, states[0], 0, "replicas");
+      states.push_back(sharded.full_state());
+      EXPECT_TRUE(torch::equal(sharded->fcs[0]->weight * 1, states.back()[0].tensor));
+    }
+    return states;
+  };
+  const auto states = results_of(3, train);
+  for (const auto& of_rank : states) {
+    for (size_t i = 0; i < of_rank.size(); ++i)
+      expect_same_state(of_rank[i], states[0][i], 0, "replicas");
   }
 }
 
@@ -324,5 +318,4 @@ TEST(Access, ConvertingTheModuleAfterShardingIsNoticedAtTheStep) {
   });
 }
 
-}  // namespace access_test
-}  // namespace tessera
+}  // namespace tessera::testing::access_test

@@ -4,12 +4,9 @@
 #include <gtest/gtest.h>
 
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace branches_test {
+namespace tessera::testing::branches_test {
 
-using namespace testing;
 using torch::Tensor;
 
 constexpr int64_t kWidth = 6;
@@ -140,5 +137,4 @@ TEST(Branches, MayEvaluateOtherLayersBetweenForwardAndBackward) {
   });
 }
 
-}  // namespace branches_test
-}  // namespace tessera
+}  // namespace tessera::testing::branches_test

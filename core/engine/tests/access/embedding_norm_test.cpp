@@ -7,10 +7,8 @@
 
 #include "support/error_of.h"
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera::testing {
-namespace embedding_norm_test {
+namespace tessera::testing::embedding_norm_test {
 
 constexpr int64_t kRows = 40;
 constexpr double kMaxNorm = 0.7;
@@ -38,25 +36,19 @@ TEST(EmbeddingNorm, RowsThatAnyRankLooksUpAreRenormalizedOnAll) {
   const TrainingRun run = sgd_run<Words>();
   const auto start = plain_state(*run.make_net());
   EXPECT_GT(start[0].tensor.norm(2, 1).min().item<double>(), kMaxNorm);
+  std::vector<ShardPlan> plans = at_each_level({.unit_bytes = 600});
+  for (ShardPlan plan : at_each_level({.unit_bytes = 600})) {
+    plan.precision.gather_dtype = torch::kBFloat16;
+    plans.push_back(plan);
+  }
   for (const int ranks : {1, 2, 3, 4}) {
-    const auto expected = train_alone(run, ranks);
-    for (const Transport transport : {Transport::kGloo, Transport::kArena}) {
-      run_world(
-          ranks,
-          [&](World& world) {
-            for (const ShardLevel level : kAllLevels) {
-              for (const auto dtype : {torch::kFloat, torch::kBFloat16}) {
-                ShardPlan plan{.level = level, .unit_bytes = 600};
-                const bool rounds = dtype != torch::kFloat;
-                if (rounds) plan.precision.gather_dtype = dtype;
-                const auto state = train_sharded(run, world, plan);
-                const auto what = fmt::format("rank {} of {}, level {}, {}", world.rank(), ranks,
-                                              static_cast<int>(level), c10::toString(dtype));
-                expect_same_state(state, expected, rounds ? 0.02 : tolerance_of(ranks), what);
-              }
-            }
-          },
-          std::chrono::seconds(60), transport);
+    const State expected = train_alone(run, ranks);
+    for (const Transport transport : kTransports) {
+      const auto compare = [&](World& world, const ShardPlan& plan) {
+        const double tolerance = plan.precision.gather_dtype ? 0.02 : tolerance_of(ranks);
+        expect_same_state(train_sharded(run, world, plan), expected, tolerance, "renormalized");
+      };
+      on_worlds({ranks}, plans, compare, transport);
     }
   }
 }
@@ -121,7 +113,7 @@ TEST(EmbeddingNorm, RowsOfDistTensorsAreThoseOfAllRanksOrAreRefused) {
                                     expected, 1e-5, 1e-6));
       const std::string error = error_of<c10::NotImplementedError>(
           [&] { train_dist(world, mesh.sub_mesh("tp"), {Shard{0}}, apart, false); });
-      EXPECT_NE(error.find("max_norm"), std::string::npos) << error;
+      expect_contains(error, {"max_norm"});
     }
   });
 }
@@ -146,10 +138,10 @@ TEST(EmbeddingNorm, DistTensorsRenormalizeTheRowsOfAllParts) {
 // The ranks wait for each other then, and the one that wrote says so.
 TEST(EmbeddingNorm, AWriteOfOneRankIsNamedInTheErrorOfAll) {
   TESSERA_ON_HOST_ONLY("the ranks of an accelerator queue their collectives, and do not wait");
-  for (const Transport transport : {Transport::kGloo, Transport::kArena}) {
+  for (const Transport transport : kTransports) {
     for (const ShardLevel level : kAllLevels) {
-      EXPECT_ANY_THROW(run_world(
-          2,
+      EXPECT_ANY_THROW(run_over(
+          transport, 2,
           [&](World& world) {
             const auto net = seeded(7, [] { return std::make_shared<Words>(); });
             auto sharded = fully_shard(net, {.level = level});
@@ -161,14 +153,11 @@ TEST(EmbeddingNorm, AWriteOfOneRankIsNamedInTheErrorOfAll) {
               }
               net->head(torch::cat({x, x}, 1).narrow(1, 0, 12)).sum().backward();
             } catch (const c10::Error& error) {
-              EXPECT_NE(std::string(error.what()).find("(an operator wrote to it)"),
-                        std::string::npos)
-                  << "rank " << world.rank() << ", level " << static_cast<int>(level) << ": "
-                  << error.what_without_backtrace();
+              expect_contains(error.what(), {"(an operator wrote to it)"});
               throw;
             }
           },
-          std::chrono::seconds(2), transport));
+          std::chrono::seconds(2)));
     }
   }
 }
@@ -186,23 +175,15 @@ struct FrozenNorm : torch::nn::Module {
 // LibTorch's schemas don't tell that the operator writes to them.
 TEST(EmbeddingNorm, RunningStatisticsThatAreParametersAreReadButNotWritten) {
   TESSERA_ON_HOST_ONLY("the model is made in host memory");
-  for (const Transport transport : {Transport::kGloo, Transport::kArena}) {
-    run_world(
-        2,
-        [](World&) {
-          for (const ShardLevel level : kAllLevels) {
-            const auto net = std::make_shared<FrozenNorm>();
-            auto sharded = fully_shard(net, {.level = level});
-            EXPECT_TRUE(torch::equal(net->forward(false), FrozenNorm().forward(false)));
-            const std::string error =
-                error_of<c10::NotImplementedError>([&] { net->forward(true); });
-            EXPECT_NE(error.find("running statistics"), std::string::npos) << error;
-            net->forward(false).sum().backward();
-          }
-        },
-        std::chrono::seconds(30), transport);
-  }
+  const auto use = [](World&, const ShardPlan& plan) {
+    const auto net = std::make_shared<FrozenNorm>();
+    auto sharded = fully_shard(net, plan);
+    EXPECT_TRUE(torch::equal(net->forward(false), FrozenNorm().forward(false)));
+    const std::string error = error_of<c10::NotImplementedError>([&] { net->forward(true); });
+    expect_contains(error, {"running statistics"});
+    net->forward(false).sum().backward();
+  };
+  for (const Transport transport : kTransports) on_worlds({2}, at_each_level(), use, transport);
 }
 
-}  // namespace embedding_norm_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::embedding_norm_test

@@ -1,15 +1,9 @@
 // Operators on parameters of two sharded models.
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include "engine/model/sharded_state.h"
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace fallback_test {
-
-using namespace testing;
+namespace tessera::testing::fallback_test {
 
 // `second` has more units than `first`, and parameters of all the shapes of `first`.
 struct Pair {
@@ -25,20 +19,12 @@ struct Pair {
   }
 };
 
-void on_worlds(const std::function<void(World&, const ShardPlan&)>& f) {
-  for (const int size : {1, 2, 3}) {
-    for (const auto level : kAllLevels) {
-      run_world(size, [&](World& world) {
-        SCOPED_TRACE(
-            fmt::format("rank {} of {}, level {}", world.rank(), size, static_cast<int>(level)));
-        f(world, {.level = level, .unit_bytes = 6000});
-      });
-    }
-  }
+void on_sizes(const std::function<void(World&, const ShardPlan&)>& f) {
+  on_worlds({1, 2, 3}, at_each_level({.unit_bytes = 6000}), f);
 }
 
 TEST(TwoShardedModels, MayBeUsedByOneOperator) {
-  on_worlds([](World&, const ShardPlan& plan) {
+  on_sizes([](World&, const ShardPlan& plan) {
     const Pair plain, pair;
     const auto first = fully_shard(pair.first, plan);
     const auto second = fully_shard(pair.second, plan);
@@ -60,7 +46,7 @@ TEST(TwoShardedModels, MayBeUsedByOneOperator) {
 }
 
 TEST(TwoShardedModels, MayBeWrittenByOneOperator) {
-  on_worlds([](World&, const ShardPlan& plan) {
+  on_sizes([](World&, const ShardPlan& plan) {
     const Pair plain, pair;
     const auto write = [](const Pair& p) {
       torch::NoGradGuard no_grad;
@@ -80,7 +66,7 @@ TEST(TwoShardedModels, MayBeWrittenByOneOperator) {
 }
 
 TEST(TwoShardedModels, TrainTogetherAsInOneProcess) {
-  on_worlds([](World& world, const ShardPlan& plan) {
+  on_sizes([](World& world, const ShardPlan& plan) {
     const Pair plain, pair;
     auto first = fully_shard(pair.first, plan);
     auto second = fully_shard(pair.second, plan);
@@ -108,7 +94,7 @@ TEST(TwoShardedModels, TrainTogetherAsInOneProcess) {
 }
 
 TEST(AShardedModelInsideAnother, IsRefusedWithItsNameAlsoIfThePlanIgnoresIt) {
-  on_worlds([](World&, const ShardPlan& plan) {
+  on_sizes([](World&, const ShardPlan& plan) {
     const auto net = on_test_device(std::make_shared<Mlp>(37, 2, 5));
     fully_shard(net->head, plan);
     expect_error([&] { fully_shard(net, plan); }, {"[fully_shard]", "'head.weight'", "sharded"});
@@ -119,5 +105,4 @@ TEST(AShardedModelInsideAnother, IsRefusedWithItsNameAlsoIfThePlanIgnoresIt) {
   });
 }
 
-}  // namespace fallback_test
-}  // namespace tessera
+}  // namespace tessera::testing::fallback_test

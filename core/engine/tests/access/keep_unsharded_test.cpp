@@ -2,12 +2,8 @@
 #include <gtest/gtest.h>
 
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace keep_unsharded_test {
-
-using namespace testing;
+namespace tessera::testing::keep_unsharded_test {
 
 void train(World& world, const std::function<void(int step)>& before_step) {
   const auto net = on_test_device(std::make_shared<Mlp>(37, 3, 5));
@@ -52,5 +48,4 @@ TEST(KeepUnsharded, ItsEndFreesTheUnitsAndTheNextUseGathersThem) {
   });
 }
 
-}  // namespace keep_unsharded_test
-}  // namespace tessera
+}  // namespace tessera::testing::keep_unsharded_test

@@ -8,13 +8,9 @@
 #include <vector>
 
 #include "support/models.h"
-#include "support/run_world.h"
 #include "support/warnings.h"
 
-namespace tessera {
-namespace lone_evaluation_test {
-
-using namespace testing;
+namespace tessera::testing::lone_evaluation_test {
 
 using TrainStep = std::function<void()>;
 
@@ -90,5 +86,4 @@ TEST(LoneEvaluation, GoesWellAnywhereWhereParametersStay) {
             (Counts{0, 0}));
 }
 
-}  // namespace lone_evaluation_test
-}  // namespace tessera
+}  // namespace tessera::testing::lone_evaluation_test

@@ -3,14 +3,9 @@
 #include <gtest/gtest.h>
 #include <tessera/comm/process_group_decorators.h>
 
-#include "engine/model/sharded_state.h"
-#include "support/models.h"
-#include "support/run_world.h"
+#include "support/counted_job.h"
 
-namespace tessera {
-namespace order_test {
-
-using namespace testing;
+namespace tessera::testing::order_test {
 
 // Layers between a first and a last one; each forward uses those that `choose` returns, in that
 // order.
@@ -34,99 +29,84 @@ struct Choosing : Net {
 };
 
 TrainingRun choosing_run(const Choosing::Choice& choose) {
-  TrainingRun run = sgd_run<Choosing>(choose);
-  run.steps = 6;
   // Weight decay would move a parameter that the step does not use.
-  run.make_optimizer = [](Net& net) {
-    return std::make_unique<torch::optim::AdamW>(
-        net.parameters(), torch::optim::AdamWOptions(1e-2).weight_decay(0.1));
-  };
+  TrainingRun run = run_by<Choosing, torch::optim::AdamW>(
+      torch::optim::AdamWOptions(1e-2).weight_decay(0.1), choose);
+  run.steps = 6;
   return run;
 }
 
-void expect_parity_everywhere(const Choosing::Choice& choose, const std::string& what) {
-  const TrainingRun run = choosing_run(choose);
-  for (const int ranks : {1, 2, 3, 4}) {
-    for (const auto level : {ShardLevel::kGradients, ShardLevel::kParameters}) {
-      for (const int prefetch : {0, 1, 2}) {
-        const ShardPlan plan{.level = level, .unit_bytes = 6000, .prefetch = prefetch};
-        expect_parity(run, ranks, plan,
-                      fmt::format("{}, {} ranks, prefetch {}", what, ranks, prefetch),
-                      {.fused = false}, ranks == 3 ? 2e-5 : 0);
-        if (level == ShardLevel::kGradients) break;
-      }
-    }
-  }
+// What a rank uses in a step.
+struct Program {
+  const char* name;
+  Choosing::Choice choose;
+};
+using Chosen = std::vector<int>;
+const std::vector<Program> kPrograms = {
+    {"DiffersFromRegistration",
+     [](int, int) {
+       return Chosen{2, 0, 3, 1};
+     }},
+    {"UsesAUnitSeveralTimes", [](int, int) { return Chosen{1, 2, 1, 1, 0, 2, 3}; }},
+    {"ChangesBetweenSteps",
+     [](int, int step) {
+       return step % 2 ? Chosen{3, 1, 0} : Chosen{0, 1, 2, 3};
+     }},
+    {"LeavesPartsUnusedOnAllRanksForAWhile",
+     [](int, int step) {
+       return step < 3 ? Chosen{0, 1} : Chosen{0, 1, 2, 3};
+     }},
+    {"HasBranchesWhichAlternateBetweenRanks",
+     [](int rank, int step) {
+       return (rank + step) % 2 ? Chosen{0, 1, 3} : Chosen{0, 2, 3};
+     }},
+    {"UsesAUnitThatNoneUsedBefore",
+     [](int rank, int step) {
+       Chosen choice = {0};
+       if (step >= 2 && rank == 0) choice.push_back(1);
+       if (step >= 3 && rank == 1) choice.push_back(2);
+       if (step == 4) choice.push_back(3);
+       return choice;
+     }},
+};
+
+class OrderOfUse : public ::testing::TestWithParam<Program> {};
+INSTANTIATE_TEST_SUITE_P(That, OrderOfUse, ::testing::ValuesIn(kPrograms),
+                         [](const auto& info) { return info.param.name; });
+
+TEST_P(OrderOfUse, GivesTheResultOfOneProcess) {
+  std::vector<ShardPlan> plans(4, {.unit_bytes = 6000});
+  plans[0].level = ShardLevel::kGradients;
+  for (const int prefetch : {0, 1, 2}) plans[1 + prefetch].prefetch = prefetch;
+  for (const int ranks : {1, 2, 3, 4})
+    expect_parity_of_each(choosing_run(GetParam().choose), ranks,
+                          cases_of(plans, ranks == 3 ? 2e-5 : 0));
 }
 
-TEST(Order, MayDifferFromRegistration) {
-  expect_parity_everywhere([](int, int) { return std::vector<int>{2, 0, 3, 1}; }, "another order");
-}
-
-TEST(Order, MayUseAUnitSeveralTimes) {
-  expect_parity_everywhere([](int, int) { return std::vector<int>{1, 2, 1, 1, 0, 2, 3}; },
-                           "repeated use");
-}
-
-TEST(Order, MayChangeBetweenSteps) {
-  expect_parity_everywhere(
-      [](int, int step) {
-        return step % 2 ? std::vector<int>{3, 1, 0} : std::vector<int>{0, 1, 2, 3};
-      },
-      "changing order");
-}
-
-TEST(Order, PartsMayBeUnusedOnAllRanksForAWhile) {
-  expect_parity_everywhere(
-      [](int, int step) {
-        return step < 3 ? std::vector<int>{0, 1} : std::vector<int>{0, 1, 2, 3};
-      },
-      "late layers");
-}
-
-TEST(Order, RanksMayUseDifferentBranchesWhichAlternate) {
-  expect_parity_everywhere(
-      [](int rank, int step) {
-        return (rank + step) % 2 ? std::vector<int>{0, 1, 3} : std::vector<int>{0, 2, 3};
-      },
-      "alternating branches");
-}
-
-TEST(Order, RanksMayUseAUnitThatNoneUsedBefore) {
-  expect_parity_everywhere(
-      [](int rank, int step) {
-        std::vector<int> choice = {0};
-        if (step >= 2 && rank == 0) choice.push_back(1);
-        if (step >= 3 && rank == 1) choice.push_back(2);
-        if (step == 4) choice.push_back(3);
-        return choice;
-      },
-      "first uses by one rank");
+// The all-gathers of each of some steps.
+template <class N>
+std::vector<int64_t> gathers_of(CountedJob<N>& job, int first, int last) {
+  std::vector<int64_t> gathers;
+  for (int step = first; step < last; ++step)
+    gathers.push_back(job.count_step(step).all_gather.calls);
+  return gathers;
 }
 
 TEST(Order, IsLearnedOnceIfPassesAreAlike) {
   run_world(2, [&](World& world) {
-    auto counter = counting_process_group(world.process_group());
-    const auto net = on_test_device(std::make_shared<Choosing>([](int, int) {
-      return std::vector<int>{2, 0, 3, 1};
-    }));
-    torch::optim::SGD inner(net->parameters(), 0.1);
-    auto sharded = fully_shard(net, {.unit_bytes = 6000, .process_group = counter});
-    ShardedOptimizer optimizer(sharded, inner);
+    const Choosing::Choice choose = [](int, int) { return Chosen{2, 0, 3, 1}; };
+    CountedJob job(sgd_run<Choosing>(choose), world, {.unit_bytes = 6000});
     std::vector<int64_t> gathers;
     for (int step = 0; step < 5; ++step) {
-      counter->reset_counts();
-      optimizer.zero_grad();
-      rank_loss(*net, global_batch(step, 12, 37, 5), world.rank(), world.size(), step).backward();
-      optimizer.step();
-      gathers.push_back(counter->counts().all_gather.calls);
+      const CollectiveCounts counts = job.count_step(step);
+      gathers.push_back(counts.all_gather.calls);
       // The first step asks for each use that registration order does not expect.
       if (step > 0) {
-        EXPECT_EQ(counter->counts().all_reduce.calls, 1);
+        EXPECT_EQ(counts.all_reduce.calls, 1);
       }
     }
     const UseOrder expected = {0, 3, 1, 4, 2, 5};
-    const PassOrder& order = sharded.state()->residency().order();
+    const PassOrder& order = job.sharded.state()->residency().order();
     EXPECT_EQ(order.forward, expected);
     EXPECT_EQ(order.backward, (UseOrder{5, 2, 4, 1, 3}));
     // Six units forward, three again in backward: the last two are still gathered, and backward
@@ -137,21 +117,10 @@ TEST(Order, IsLearnedOnceIfPassesAreAlike) {
 
 TEST(Order, AnAbandonedForwardDoesNotGrowTheTrafficOfLaterSteps) {
   run_world(2, [&](World& world) {
-    auto counter = counting_process_group(world.process_group());
-    const auto net = on_test_device(std::make_shared<Mlp>(37, 3, 5));
-    torch::optim::SGD inner(net->parameters(), 0.1);
-    auto sharded = fully_shard(net, {.unit_bytes = 6000, .process_group = counter});
-    ShardedOptimizer optimizer(sharded, inner);
-    std::vector<int64_t> gathers;
-    for (int step = 0; step < 7; ++step) {
-      if (step == 3) sharded.forward(on_test_device(torch::ones({2, 37})));  // no backward follows
-      counter->reset_counts();
-      optimizer.zero_grad();
-      rank_loss(*net, global_batch(step, 12, 37, 5), world.rank(), world.size(), step).backward();
-      optimizer.step();
-      gathers.push_back(counter->counts().all_gather.calls);
-    }
-    EXPECT_EQ(gathers[6], gathers[2]);
+    CountedJob<Mlp> job(sgd_run<Mlp>(), world, {.unit_bytes = 6000});
+    const auto before = gathers_of(job, 0, 3);
+    job.sharded.forward(on_test_device(torch::ones({2, 37})));  // no backward follows
+    EXPECT_EQ(gathers_of(job, 3, 7).back(), before.back());
   });
 }
 
@@ -182,20 +151,8 @@ struct Watching : Net {
 };
 
 std::vector<int64_t> gathers_of(World& world, int when, int steps) {
-  auto counter = counting_process_group(world.process_group());
-  const auto net = on_test_device(std::make_shared<Watching>(when));
-  torch::optim::SGD inner(net->parameters(), 0.1);
-  auto sharded = fully_shard(net, {.unit_bytes = 6000, .process_group = counter});
-  ShardedOptimizer optimizer(sharded, inner);
-  std::vector<int64_t> gathers;
-  for (int step = 0; step < steps; ++step) {
-    counter->reset_counts();
-    optimizer.zero_grad();
-    rank_loss(*net, global_batch(step, 12, 37, 5), world.rank(), world.size(), step).backward();
-    optimizer.step();
-    gathers.push_back(counter->counts().all_gather.calls);
-  }
-  return gathers;
+  CountedJob job(sgd_run<Watching>(when), world, {.unit_bytes = 6000});
+  return gathers_of(job, 0, steps);
 }
 
 TEST(Order, AForwardThatLooksAtItsWeightsWithoutGradientsGathersNothingMore) {
@@ -243,30 +200,26 @@ TEST(Order, EvaluationBetweenStepsChangesNothing) {
   const auto expected = train_alone(run, 2);
   for (const int64_t resident : {-1, 0, 9000}) {
     run_world(2, [&](World& world) {
-      const auto net = run.make_net();
-      const auto inner = run.make_optimizer(*net);
-      auto sharded = fully_shard(net, {.unit_bytes = 6000, .resident_bytes = resident});
-      ShardedOptimizer optimizer(sharded, *inner, {.fused = false});
+      ShardedJob job(run, world, {.unit_bytes = 6000, .resident_bytes = resident});
       const auto evaluate = [&](int times, int shift) {
         torch::NoGradGuard no_grad;
         for (int i = 0; i < times; ++i) {
-          rank_loss(*net, global_batch(50 + i, run.rows, run.in, run.out), world.rank(),
+          rank_loss(*job.net, global_batch(50 + i, run.rows, run.in, run.out), world.rank(),
                     world.size(), i + shift);
         }
       };
       for (int step = 0; step < run.steps; ++step) {
         evaluate(step % 3, step);
-        optimizer.zero_grad();
-        const auto batch = global_batch(step, run.rows, run.in, run.out);
-        const auto loss = rank_loss(*net, batch, world.rank(), world.size(), step);
+        job.optimizer.zero_grad();
+        const auto loss = job.loss(step);
         if (step % 2) evaluate(1, step);
         loss.backward();
         evaluate(1, step + 1);
-        optimizer.step();
-        if (step == 2) sharded.full_state();
+        job.optimizer.step();
+        if (step == 2) job.state();
         evaluate(1, step);
       }
-      expect_same_state(sharded.full_state(), expected, 0, fmt::format("resident {}", resident));
+      expect_same_state(job.state(), expected, 0, fmt::format("resident {}", resident));
     });
   }
 }
@@ -275,28 +228,23 @@ TEST(Order, AnExceptionInForwardLeavesTheModelUsable) {
   const TrainingRun run = sgd_run<Mlp>(37, 3, 5);
   for (const int ranks : {1, 2, 3}) {
     const auto expected = train_alone(run, ranks);
-    for (const auto level : {ShardLevel::kNone, ShardLevel::kGradients, ShardLevel::kParameters}) {
-      run_world(ranks, [&](World& world) {
-        const auto net = std::static_pointer_cast<Mlp>(run.make_net());
-        const auto inner = run.make_optimizer(*net);
-        auto sharded = fully_shard(net, {.level = level, .unit_bytes = 6000});
-        ShardedOptimizer optimizer(sharded, *inner, {.fused = false});
-        for (int step = 0; step < run.steps; ++step) {
-          optimizer.zero_grad();
-          const auto x = on_test_device(torch::ones({2, 37}));
-          EXPECT_THROW(net->fcs[1]->forward(net->fcs[0]->forward(x).narrow(1, 0, 3)), c10::Error);
-          const auto batch = global_batch(step, run.rows, run.in, run.out);
-          rank_loss(*net, batch, world.rank(), world.size(), step).backward();
-          if (step % 2) {
-            EXPECT_THROW(sharded.forward(x.narrow(1, 0, 3)), c10::Error);
-          }
-          optimizer.step();
-        }
-        expect_same_state(sharded.full_state(), expected, tolerance_of(ranks), "after exceptions");
-      });
-    }
+    on_worlds({ranks}, at_each_level({.unit_bytes = 6000}),
+              [&](World& world, const ShardPlan& plan) {
+                ShardedJob<Mlp> job(run, world, plan);
+                for (int step = 0; step < run.steps; ++step) {
+                  job.optimizer.zero_grad();
+                  const auto x = on_test_device(torch::ones({2, 37}));
+                  auto& fcs = job.net->fcs;
+                  EXPECT_THROW(fcs[1]->forward(fcs[0]->forward(x).narrow(1, 0, 3)), c10::Error);
+                  job.backward(step);
+                  if (step % 2) {
+                    EXPECT_THROW(job.sharded.forward(x.narrow(1, 0, 3)), c10::Error);
+                  }
+                  job.optimizer.step();
+                }
+                expect_same_state(job.state(), expected, tolerance_of(ranks), "after exceptions");
+              });
   }
 }
 
-}  // namespace order_test
-}  // namespace tessera
+}  // namespace tessera::testing::order_test

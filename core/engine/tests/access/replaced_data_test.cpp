@@ -1,17 +1,12 @@
 // Parameters that the user gives other data after they were sharded.
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <sstream>
 
-#include "support/models.h"
-#include "support/run_world.h"
 #include "support/scratch_directory.h"
+#include "support/sharded_job.h"
 
-namespace tessera {
-namespace replaced_data_test {
-
-using namespace testing;
+namespace tessera::testing::replaced_data_test {
 
 std::shared_ptr<Mlp> net_of(uint64_t seed) {
   return seeded(seed, [] { return std::make_shared<Mlp>(37, 3, 5); });
@@ -33,25 +28,18 @@ torch::Tensor loss_of(Mlp& net, int step) {
   return torch::mse_loss(net.forward(batch.x), batch.y);
 }
 
-// Calls `run` over each transport, on several numbers of ranks and at every level.
-void everywhere(const std::function<void(World&, ShardLevel)>& run) {
-  for (const auto transport : {Transport::kGloo, Transport::kArena})
-    for (const int ranks : {1, 2, 3})
-      for (const auto level : kAllLevels) {
-        SCOPED_TRACE(fmt::format("level {}, {} ranks, transport {}", static_cast<int>(level), ranks,
-                                 static_cast<int>(transport)));
-        run_world(
-            ranks, [&](World& world) { run(world, level); }, std::chrono::seconds(30), transport);
-      }
+void everywhere(const std::function<void(World&, const ShardPlan&)>& run) {
+  for (const auto transport : kTransports)
+    on_worlds({1, 2, 3}, at_each_level({.unit_bytes = 6000}), run, transport);
 }
 
 TEST(ReplacedData, FullStateHasWhatTorchLoadBrought) {
   const auto other = net_of(8);
   const std::string file = saved(other);
   const auto expected = plain_state(*other);
-  everywhere([&](World&, ShardLevel level) {
+  everywhere([&](World&, const ShardPlan& plan) {
     const auto net = net_of(7);
-    auto sharded = fully_shard(net, {.level = level, .unit_bytes = 6000});
+    auto sharded = fully_shard(net, plan);
     load(net, file);
     expect_same_state(sharded.full_state(), expected, 0, "after torch::load()");
     // The parameters belong to their units again.
@@ -75,15 +63,12 @@ TEST(ReplacedData, TrainingGoesOnFromWhatTorchLoadBrought) {
   load(alone, file);
   train(*alone, plain, 2, 4);
   const auto expected = plain_state(*alone);
-  everywhere([&](World& world, ShardLevel level) {
-    const auto net = net_of(7);
-    torch::optim::SGD inner(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
-    auto sharded = fully_shard(net, {.level = level, .unit_bytes = 6000});
-    ShardedOptimizer optimizer(sharded, inner, {.fused = false});
-    train(*net, optimizer, 0, 2);
-    load(net, file);
-    train(*net, optimizer, 2, 4);
-    expect_same_state(sharded.full_state(), expected, tolerance_of(world.size()), "trained on");
+  everywhere([&](World& world, const ShardPlan& plan) {
+    ShardedJob<Mlp> job(sgd_run<Mlp>(), world, plan);
+    train(*job.net, job.optimizer, 0, 2);
+    load(job.net, file);
+    train(*job.net, job.optimizer, 2, 4);
+    expect_same_state(job.state(), expected, tolerance_of(world.size()), "trained on");
   });
 }
 
@@ -101,18 +86,14 @@ TEST(ReplacedData, ClippingWeightsBySetDataIsSeenAtEachBackward) {
     clip(*alone);
   }
   const auto expected = plain_state(*alone);
-  everywhere([&](World& world, ShardLevel level) {
-    const auto net = net_of(7);
-    torch::optim::SGD inner(net->parameters(), 0.1);
-    auto sharded = fully_shard(net, {.level = level, .unit_bytes = 6000});
-    ShardedOptimizer optimizer(sharded, inner, {.fused = false});
+  everywhere([&](World& world, const ShardPlan& plan) {
+    ShardedJob<Mlp> job(run_by<Mlp, torch::optim::SGD>(torch::optim::SGDOptions(0.1)), world, plan);
+    job.sees_all_rows = true;
     for (int step = 0; step < 3; ++step) {
-      optimizer.zero_grad();
-      loss_of(*net, step).backward();
-      optimizer.step();
-      clip(*net);
+      job.step(step);
+      clip(*job.net);
     }
-    expect_same_state(sharded.full_state(), expected, tolerance_of(world.size()), "clipped");
+    expect_same_state(job.state(), expected, tolerance_of(world.size()), "clipped");
   });
 }
 
@@ -197,5 +178,4 @@ TEST(ReplacedData, AModuleWhoseParametersAllHaveItIsStillSharded) {
   });
 }
 
-}  // namespace replaced_data_test
-}  // namespace tessera
+}  // namespace tessera::testing::replaced_data_test

@@ -11,12 +11,8 @@
 
 #include "engine/model/sharded_state.h"
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace running_operators_test {
-
-using namespace testing;
+namespace tessera::testing::running_operators_test {
 
 thread_local std::function<void()> while_held;
 
@@ -41,20 +37,13 @@ std::shared_ptr<Mlp> make_mlp() {
   return seeded(7, [] { return std::make_shared<Mlp>(37, 3, 5); });
 }
 
-void on_worlds(const std::function<void(World&, Sharded<Mlp>&)>& f,
-               const std::vector<int>& sizes = {1, 2, 3},
-               const std::vector<ShardLevel>& levels = {std::begin(kAllLevels),
-                                                        std::end(kAllLevels)}) {
-  for (const int size : sizes) {
-    for (const auto level : levels) {
-      run_world(size, [&](World& world) {
-        SCOPED_TRACE(
-            fmt::format("rank {} of {}, level {}", world.rank(), size, static_cast<int>(level)));
-        auto sharded = fully_shard(make_mlp(), {.level = level, .unit_bytes = 6000});
-        f(world, sharded);
-      });
-    }
-  }
+void on_shardings(const std::function<void(World&, Sharded<Mlp>&)>& f,
+                  const std::vector<int>& sizes = {1, 2, 3},
+                  const std::vector<ShardPlan>& plans = at_each_level({.unit_bytes = 6000})) {
+  on_worlds(sizes, plans, [&](World& world, const ShardPlan& plan) {
+    auto sharded = fully_shard(make_mlp(), plan);
+    f(world, sharded);
+  });
 }
 
 // Runs `f` while an operator of another thread uses `tensor`.
@@ -88,12 +77,15 @@ void expect_forward_as_ever(Sharded<Mlp>& sharded, Mlp& plain = *make_mlp()) {
   EXPECT_TRUE(torch::equal(sharded.forward(x), plain.forward(x)));
 }
 
-const std::vector<ShardLevel> kParametersOnly = {ShardLevel::kParameters};
-const std::vector<ShardLevel> kBelowParameters = {ShardLevel::kNone, ShardLevel::kOptimizerState,
-                                                  ShardLevel::kGradients};
+const std::vector<ShardPlan> kParametersOnly = {{.unit_bytes = 6000}};
+const std::vector<ShardPlan> kBelowParameters = [] {
+  auto plans = at_each_level({.unit_bytes = 6000});
+  plans.pop_back();
+  return plans;
+}();
 
 TEST(SeveralThreads, ThatNeedUnitsWhichAreFreedAtTheSameTimeAreToldSo) {
-  on_worlds(
+  on_shardings(
       [](World&, Sharded<Mlp>& sharded) {
         torch::NoGradGuard no_grad;
         while_in_use(sharded->fcs[0]->weight, /*writes=*/false, [&] {
@@ -106,7 +98,7 @@ TEST(SeveralThreads, ThatNeedUnitsWhichAreFreedAtTheSameTimeAreToldSo) {
 }
 
 TEST(SeveralThreads, MayUseAUnitThatIsInUse) {
-  on_worlds([](World&, Sharded<Mlp>& sharded) {
+  on_shardings([](World&, Sharded<Mlp>& sharded) {
     torch::NoGradGuard no_grad;
     while_in_use(sharded->fcs[0]->weight, /*writes=*/false, [&] {
       EXPECT_TRUE(torch::equal(sharded->fcs[0]->weight + 1, make_mlp()->fcs[0]->weight + 1));
@@ -122,9 +114,9 @@ TEST(SeveralThreads, MayUseUnitsThatAreNotFreed) {
                  [&] { expect_forward_as_ever(sharded); });
     expect_forward_as_ever(sharded);
   };
-  on_worlds(use, {1});
-  on_worlds(use, {2, 3}, kBelowParameters);
-  on_worlds(
+  on_shardings(use, {1});
+  on_shardings(use, {2, 3}, kBelowParameters);
+  on_shardings(
       [&](World& world, Sharded<Mlp>& sharded) {
         const auto guard = sharded.keep_unsharded();
         use(world, sharded);
@@ -133,7 +125,7 @@ TEST(SeveralThreads, MayUseUnitsThatAreNotFreed) {
 }
 
 TEST(SeveralThreads, MustNotReadWhatAnotherOneWritesWhereOtherRanksDoTheSame) {
-  on_worlds(
+  on_shardings(
       [](World&, Sharded<Mlp>& sharded) {
         torch::NoGradGuard no_grad;
         while_in_use(sharded->fcs[0]->weight, /*writes=*/true, [&] {
@@ -146,7 +138,7 @@ TEST(SeveralThreads, MustNotReadWhatAnotherOneWritesWhereOtherRanksDoTheSame) {
 }
 
 TEST(SeveralThreads, MustNotStepWhileAnotherOneUsesTheModel) {
-  on_worlds(
+  on_shardings(
       [](World& world, Sharded<Mlp>& sharded) {
         torch::optim::SGD inner(sharded->parameters(), 0.1);
         ShardedOptimizer optimizer(sharded, inner);
@@ -160,7 +152,7 @@ TEST(SeveralThreads, MustNotStepWhileAnotherOneUsesTheModel) {
 }
 
 TEST(SeveralThreads, MayUseTheModelInTurns) {
-  on_worlds([](World& world, Sharded<Mlp>& sharded) {
+  on_shardings([](World& world, Sharded<Mlp>& sharded) {
     torch::Tensor loss;
     const auto batch = global_batch(0, 12, 37, 5);
     std::thread([&] { loss = rank_loss(*sharded, batch, world.rank(), world.size(), 0); }).join();
@@ -181,12 +173,12 @@ TEST(SeveralThreads, EvaluateAtTheSameTimeWhereNothingIsFreed) {
     }
     for (auto& thread : threads) thread.get();
   };
-  on_worlds(evaluate, {1});
-  on_worlds(evaluate, {2}, kBelowParameters);
+  on_shardings(evaluate, {1});
+  on_shardings(evaluate, {2}, kBelowParameters);
 }
 
 TEST(SeveralThreads, OfARankThatIsAloneAddTheirGradients) {
-  on_worlds(
+  on_shardings(
       [](World&, Sharded<Mlp>& sharded) {
         constexpr int kThreads = 4, kRounds = 25;
         const auto batch = global_batch(0, 12, 37, 5);
@@ -209,5 +201,4 @@ TEST(SeveralThreads, OfARankThatIsAloneAddTheirGradients) {
       {1});
 }
 
-}  // namespace running_operators_test
-}  // namespace tessera
+}  // namespace tessera::testing::running_operators_test

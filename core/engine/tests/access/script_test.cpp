@@ -1,17 +1,11 @@
 // Scripted modules, autocast, and modules that hold handles of their own to parameters.
-#include <ATen/autocast_mode.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <torch/script.h>
 
-#include "engine/model/sharded_state.h"
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace script_test {
-
-using namespace testing;
+namespace tessera::testing::script_test {
 
 torch::jit::Module make_script() {
   manual_seed(7);
@@ -70,43 +64,6 @@ TEST(Script, AScriptedModuleTrainsLikeInOneProcess) {
   }
 }
 
-TEST(Autocast, CastsGatheredParametersLikeInOneProcess) {
-  const auto loss = [](Net& net, int rank, int size, int step) {
-    const at::DeviceType device = test_device().type();
-    at::autocast::set_autocast_enabled(device, true);
-    at::autocast::set_autocast_dtype(device, at::kBFloat16);
-    const auto value = rank_loss(net, global_batch(step, 12, 37, 5), rank, size, step);
-    at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(device, false);
-    return value;
-  };
-  const TrainingRun run = sgd_run<Mlp>(37, 2, 5);
-  for (const int ranks : {1, 2}) {
-    const auto alone = run.make_net();
-    const auto plain = run.make_optimizer(*alone);
-    for (int step = 0; step < 3; ++step) {
-      plain->zero_grad();
-      for (int rank = 0; rank < ranks; ++rank) (loss(*alone, rank, ranks, step) / ranks).backward();
-      plain->step();
-    }
-    for (const auto level : {ShardLevel::kGradients, ShardLevel::kParameters}) {
-      run_world(ranks, [&](World& world) {
-        const auto net = run.make_net();
-        const auto inner = run.make_optimizer(*net);
-        auto sharded = fully_shard(net, {.level = level, .unit_bytes = 6000});
-        ShardedOptimizer optimizer(sharded, *inner, {.fused = false});
-        for (int step = 0; step < 3; ++step) {
-          optimizer.zero_grad();
-          loss(*net, world.rank(), world.size(), step).backward();
-          optimizer.step();
-        }
-        expect_same_state(sharded.full_state(), plain_state(*alone), 1e-6,
-                          fmt::format("{} ranks", ranks));
-      });
-    }
-  }
-}
-
 // Registers its parameters, and also keeps them as plain members and in a list.
 struct Holding : Net {
   Holding() {
@@ -120,13 +77,8 @@ struct Holding : Net {
 };
 
 TEST(MemberHandles, SeeTheShardedValues) {
-  for (const int ranks : {1, 2, 3}) {
-    for (const auto level : {ShardLevel::kNone, ShardLevel::kGradients, ShardLevel::kParameters}) {
-      expect_parity(sgd_run<Holding>(), ranks, {.level = level}, "members", {.fused = false},
-                    ranks == 3 ? 2e-6 : 0);
-    }
-  }
+  for (const int ranks : {1, 2, 3})
+    expect_parity_of_each(sgd_run<Holding>(), ranks, cases_of(at_each_level()));
 }
 
-}  // namespace script_test
-}  // namespace tessera
+}  // namespace tessera::testing::script_test

@@ -11,12 +11,8 @@
 
 #include "engine/model/sharded_state.h"
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace subset_order_test {
-
-using namespace testing;
+namespace tessera::testing::subset_order_test {
 
 constexpr int64_t kWidth = 8, kRows = 4;
 constexpr int kLayers = 7, kSteps = 6;
@@ -389,5 +385,4 @@ TEST(SubsetOrder, OfEvaluationsMustBeOneOnAllRanks) {
   });
 }
 
-}  // namespace subset_order_test
-}  // namespace tessera
+}  // namespace tessera::testing::subset_order_test

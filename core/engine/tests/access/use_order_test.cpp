@@ -7,8 +7,7 @@
 
 #include "support/models.h"
 
-namespace tessera {
-namespace use_order_test {
+namespace tessera::use_order_test {
 
 bool contains_in_order(const UseOrder& order, const UseOrder& part) {
   size_t next = 0;
@@ -172,5 +171,4 @@ TEST(PlanResidency, UnitsThatAreNeverFreedTakeNoPart) {
   }
 }
 
-}  // namespace use_order_test
-}  // namespace tessera
+}  // namespace tessera::use_order_test

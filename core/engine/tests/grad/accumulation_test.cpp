@@ -4,21 +4,13 @@
 #include <gtest/gtest.h>
 #include <tessera/comm/process_group_decorators.h>
 
-#include "engine/model/sharded_state.h"
-#include "support/models.h"
+#include "support/counted_job.h"
 #include "support/recomputed_layer.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace accumulation_test {
-
-using namespace testing;
+namespace tessera::testing::accumulation_test {
 
 constexpr int kSteps = 3;
 constexpr double kTolerance = 2e-6;
-
-const std::vector<ShardLevel> kLevels = {ShardLevel::kNone, ShardLevel::kOptimizerState,
-                                         ShardLevel::kGradients, ShardLevel::kParameters};
 
 TrainingRun mlp_run() { return sgd_run<Mlp>(37, 2, 5); }
 
@@ -37,30 +29,7 @@ std::vector<NamedTensor> train_alone_on(const TrainingRun& run, int micro) {
   return plain_state(*net);
 }
 
-// A sharded model with its optimizer, to be trained backward by backward.
-struct Job {
-  Job(const TrainingRun& run, World& world, const ShardPlan& plan)
-      : run(run),
-        world(world),
-        net(run.make_net()),
-        inner(run.make_optimizer(*net)),
-        sharded(fully_shard(net, plan)),
-        optimizer(sharded, *inner, {.fused = false}) {}
-  void backward(int batch) {
-    rank_loss(*net, global_batch(batch, run.rows, run.in, run.out), world.rank(), world.size(), 0)
-        .backward();
-  }
-  void backward_without_sync(int batch) {
-    const auto guard = sharded.no_sync();
-    backward(batch);
-  }
-  const TrainingRun& run;
-  World& world;
-  std::shared_ptr<Net> net;
-  std::unique_ptr<torch::optim::Optimizer> inner;
-  Sharded<Net> sharded;
-  ShardedOptimizer optimizer;
-};
+using Job = ShardedJob<>;
 
 TEST(Accumulation, EveryMixOfSyncedAndUnsyncedBackwardsGivesTheSumOfAll) {
   const TrainingRun run = mlp_run();
@@ -69,58 +38,48 @@ TEST(Accumulation, EveryMixOfSyncedAndUnsyncedBackwardsGivesTheSumOfAll) {
   for (const auto& synced : patterns) {
     const auto expected = train_alone_on(run, static_cast<int>(synced.size()));
     for (const int ranks : {1, 2, 3}) {
-      for (const auto level : kLevels) {
-        run_world(ranks, [&](World& world) {
-          Job job(run, world, {.level = level, .unit_bytes = 6000});
-          for (int step = 0; step < kSteps; ++step) {
-            job.optimizer.zero_grad();
-            for (size_t i = 0; i < synced.size(); ++i) {
-              const int batch = step * 10 + static_cast<int>(i);
-              synced[i] ? job.backward(batch) : job.backward_without_sync(batch);
-            }
-            job.optimizer.step();
-          }
-          expect_same_state(
-              job.sharded.full_state(), expected, kTolerance,
-              fmt::format("{} ranks, level {}, {}", ranks, static_cast<int>(level), synced));
-        });
-      }
+      on_worlds({ranks}, at_each_level({.unit_bytes = 6000}),
+                [&](World& world, const ShardPlan& plan) {
+                  Job job(run, world, plan);
+                  for (int step = 0; step < kSteps; ++step) {
+                    job.optimizer.zero_grad();
+                    for (size_t i = 0; i < synced.size(); ++i) {
+                      const int batch = step * 10 + static_cast<int>(i);
+                      synced[i] ? job.backward(batch) : job.backward_without_sync(batch);
+                    }
+                    job.optimizer.step();
+                  }
+                  expect_same_state(job.state(), expected, kTolerance, fmt::format("{}", synced));
+                });
     }
   }
 }
 
 TEST(Accumulation, AnUnsyncedBackwardSendsNoGradients) {
   run_world(2, [&](World& world) {
-    auto counter = counting_process_group(world.process_group());
-    const TrainingRun run = mlp_run();
-    Job job(run, world, {.level = ShardLevel::kGradients, .process_group = counter});
-    counter->reset_counts();
+    CountedJob job(mlp_run(), world, {.level = ShardLevel::kGradients});
     job.backward_without_sync(0);
-    EXPECT_EQ(counter->counts().calls(), 0);
+    EXPECT_EQ(job.shard->counts().calls(), 0);
     job.backward(1);
-    EXPECT_EQ(counter->counts().reduce_scatter.calls,
-              static_cast<int64_t>(job.sharded.state()->units().size()));
+    EXPECT_EQ(job.shard->counts().reduce_scatter.calls, job.units());
   });
 }
 
 TEST(Accumulation, UnsyncedBackwardsDoNotGrowTheTrafficOfLaterSteps) {
   run_world(2, [&](World& world) {
-    auto counter = counting_process_group(world.process_group());
-    const TrainingRun run = mlp_run();
-    Job job(run, world, {.unit_bytes = 6000, .process_group = counter});
+    CountedJob job(mlp_run(), world, {.unit_bytes = 6000});
     std::vector<int64_t> gathered;
     for (int step = 0; step < 5; ++step) {
       job.optimizer.zero_grad();
       if (step < 2) job.backward_without_sync(10 + step);
       if (step < 2) job.backward_without_sync(20 + step);
-      counter->reset_counts();
+      job.reset_counts();
       job.backward(step);
       job.optimizer.step();
-      gathered.push_back(counter->counts().all_gather.bytes_sent);
+      gathered.push_back(job.shard->counts().all_gather.bytes_sent);
     }
     EXPECT_EQ(gathered[4], gathered[3]);
-    const auto units = static_cast<int64_t>(job.sharded.state()->units().size());
-    EXPECT_LE(counter->counts().all_gather.calls, 2 * units);
+    EXPECT_LE(job.shard->counts().all_gather.calls, 2 * job.units());
   });
 }
 
@@ -131,26 +90,21 @@ TEST(Accumulation, EveryZeroGradClearsTheGradients) {
       [](Job& job) { job.optimizer.zero_grad(); }, [](Job& job) { job.sharded.zero_grad(); },
       [](Job& job) { job.inner->zero_grad(); },    [](Job& job) { job.inner->zero_grad(false); },
       [](Job& job) { job.net->zero_grad(); },      [](Job& job) { job.net->zero_grad(false); }};
-  for (const int ranks : {1, 2, 4}) {
-    for (const auto level : kLevels) {
-      for (size_t way = 0; way < ways.size(); ++way) {
-        run_world(ranks, [&](World& world) {
-          Job job(run, world, {.level = level, .unit_bytes = 6000});
-          for (int step = 0; step < kSteps; ++step) {
-            job.backward(77);  // to be dropped
-            if (step == 1) job.backward_without_sync(78);
-            ways[way](job);
-            job.backward(step * 10);
-            job.optimizer.step();
-            ways[way](job);
-          }
-          expect_same_state(
-              job.sharded.full_state(), expected, kTolerance,
-              fmt::format("{} ranks, level {}, way {}", ranks, static_cast<int>(level), way));
-        });
-      }
-    }
-  }
+  on_worlds({1, 2, 4}, at_each_level({.unit_bytes = 6000}),
+            [&](World& world, const ShardPlan& plan) {
+              for (size_t way = 0; way < ways.size(); ++way) {
+                Job job(run, world, plan);
+                for (int step = 0; step < kSteps; ++step) {
+                  job.backward(77);  // to be dropped
+                  if (step == 1) job.backward_without_sync(78);
+                  ways[way](job);
+                  job.backward(step * 10);
+                  job.optimizer.step();
+                  ways[way](job);
+                }
+                expect_same_state(job.state(), expected, kTolerance, fmt::format("way {}", way));
+              }
+            });
 }
 
 TEST(Accumulation, ClearingByTheInnerOptimizerIsSeenOnRanksWithoutAShardOfTheParameter) {
@@ -166,43 +120,24 @@ TEST(Accumulation, ClearingByTheInnerOptimizerIsSeenOnRanksWithoutAShardOfThePar
   });
 }
 
-TEST(Accumulation, AStepThatIsSkippedLeavesNoTrace) {
-  const TrainingRun run = mlp_run();
-  const auto expected = train_alone_on(run, 1);
-  run_world(2, [&](World& world) {
-    Job job(run, world, {.unit_bytes = 6000});
-    for (int step = 0; step < kSteps; ++step) {
-      job.optimizer.zero_grad();
-      job.backward(90 + step);  // not stepped on, for example because of an overflow
-      job.optimizer.zero_grad();
-      job.backward(step * 10);
-      job.optimizer.step();
-    }
-    expect_same_state(job.sharded.full_state(), expected, kTolerance, "skipped steps");
-  });
-}
-
 TEST(Accumulation, AnExceptionInsideTheGuardEndsIt) {
   const TrainingRun run = mlp_run();
   const auto expected = train_alone_on(run, 1);
-  for (const auto level : kLevels) {
-    run_world(2, [&](World& world) {
-      Job job(run, world, {.level = level, .unit_bytes = 6000});
-      for (int step = 0; step < kSteps; ++step) {
-        job.optimizer.zero_grad();
-        try {
-          const auto guard = job.sharded.no_sync();
-          job.net->forward(torch::randn({2, 37}));
-          job.net->forward(torch::randn({2, 36}));
-          ADD_FAILURE() << "36 columns must not fit";
-        } catch (const c10::Error&) {
-        }
-        job.backward(step * 10);
-        job.optimizer.step();
+  on_worlds({2}, at_each_level({.unit_bytes = 6000}), [&](World& world, const ShardPlan& plan) {
+    Job job(run, world, plan);
+    for (int step = 0; step < kSteps; ++step) {
+      job.optimizer.zero_grad();
+      try {
+        const auto guard = job.sharded.no_sync();
+        job.net->forward(torch::randn({2, 37}));
+        job.net->forward(torch::randn({2, 36}));
+        ADD_FAILURE() << "36 columns must not fit";
+      } catch (const c10::Error&) {
       }
-      expect_same_state(job.sharded.full_state(), expected, kTolerance, "exception in no_sync");
-    });
-  }
+      job.step(step * 10);
+    }
+    expect_same_state(job.state(), expected, kTolerance, "exception in no_sync");
+  });
 }
 
 TEST(Accumulation, ASecondBackwardOfOneForwardAddsItsGradients) {
@@ -221,18 +156,14 @@ TEST(Accumulation, ASecondBackwardOfOneForwardAddsItsGradients) {
   const auto plain = run.make_optimizer(*alone);
   train(
       *alone, [&] { plain->zero_grad(); }, [&] { plain->step(); }, 0, 1);
-  for (const int ranks : {1, 2, 3}) {
-    for (const auto level : kLevels) {
-      run_world(ranks, [&](World& world) {
-        Job job(run, world, {.level = level, .unit_bytes = 6000});
-        train(
-            *job.net, [&] { job.optimizer.zero_grad(); }, [&] { job.optimizer.step(); },
-            world.rank(), world.size());
-        expect_same_state(job.sharded.full_state(), plain_state(*alone), kTolerance,
-                          "retain_graph");
-      });
-    }
-  }
+  on_worlds({1, 2, 3}, at_each_level({.unit_bytes = 6000}),
+            [&](World& world, const ShardPlan& plan) {
+              Job job(run, world, plan);
+              train(
+                  *job.net, [&] { job.optimizer.zero_grad(); }, [&] { job.optimizer.step(); },
+                  world.rank(), world.size());
+              expect_same_state(job.state(), plain_state(*alone), kTolerance, "retain_graph");
+            });
 }
 
 // Uses one layer twice, recomputing it each time.
@@ -251,13 +182,9 @@ struct Recomputing : Net {
 };
 
 TEST(Accumulation, GradientsThatArriveAgainAfterTheirUnitWasReducedAreAdded) {
-  for (const int ranks : {1, 2, 3}) {
-    for (const auto level : kLevels) {
-      expect_parity(sgd_run<Recomputing>(), ranks, {.level = level, .unit_bytes = 6000},
-                    "recomputed layers", {.fused = false}, kTolerance);
-    }
-  }
+  for (const int ranks : {1, 2, 3})
+    expect_parity_of_each(sgd_run<Recomputing>(), ranks,
+                          cases_of(at_each_level({.unit_bytes = 6000}), kTolerance));
 }
 
-}  // namespace accumulation_test
-}  // namespace tessera
+}  // namespace tessera::testing::accumulation_test

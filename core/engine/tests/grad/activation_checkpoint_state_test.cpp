@@ -6,10 +6,8 @@
 #include "support/autocast.h"
 #include "support/models.h"
 
-namespace tessera {
-namespace activation_checkpoint_state_test {
+namespace tessera::testing::activation_checkpoint_state_test {
 
-using namespace testing;
 namespace nn = torch::nn;
 using at::Tensor;
 
@@ -264,5 +262,4 @@ TEST(ActivationCheckpointState, ASecondRunThatDoesSomethingElseIsNoticed) {
   }
 }
 
-}  // namespace activation_checkpoint_state_test
-}  // namespace tessera
+}  // namespace tessera::testing::activation_checkpoint_state_test

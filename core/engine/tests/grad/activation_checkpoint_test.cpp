@@ -5,10 +5,8 @@
 
 #include "support/models.h"
 
-namespace tessera {
-namespace activation_checkpoint_test {
+namespace tessera::testing::activation_checkpoint_test {
 
-using namespace testing;
 namespace nn = torch::nn;
 using at::Tensor;
 using Tensors = std::vector<Tensor>;
@@ -327,5 +325,4 @@ TEST(ActivationCheckpoint, FunctionsMayReadWhatTheySavedTwice) {
                gradients([&] { return fn(x).sum(); }, {x}));
 }
 
-}  // namespace activation_checkpoint_test
-}  // namespace tessera
+}  // namespace tessera::testing::activation_checkpoint_test

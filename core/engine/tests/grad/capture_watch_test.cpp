@@ -3,14 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include "support/error_of.h"
 #include "support/models.h"
-#include "support/run_world.h"
 #include "support/warnings.h"
 
-namespace tessera {
-namespace capture_watch_test {
+namespace tessera::testing::capture_watch_test {
 
-using namespace testing;
 using torch::autograd::grad;
 
 std::shared_ptr<Mlp> make_mlp() {
@@ -21,34 +19,30 @@ torch::Tensor input(World& world) {
   return seeded(world.rank(), [] { return torch::randn({3, 37}); }).requires_grad_();
 }
 
-void on_worlds(const std::function<void(World&, Sharded<Mlp>&)>& f,
-               std::vector<int> sizes = {2, 3}) {
-  for (const int size : sizes) {
-    for (const auto level : kAllLevels) {
-      run_world(size, [&](World& world) {
-        auto sharded = fully_shard(make_mlp(), {.level = level, .unit_bytes = 6000});
-        f(world, sharded);
-      });
-    }
-  }
+void on_shardings(const std::function<void(World&, Sharded<Mlp>&)>& f,
+                  std::vector<int> sizes = {2, 3}) {
+  on_worlds(sizes, at_each_level({.unit_bytes = 6000}), [&](World& world, const ShardPlan& plan) {
+    auto sharded = fully_shard(make_mlp(), plan);
+    f(world, sharded);
+  });
 }
 
 TEST(CaptureWatch, GradientsOfParametersThatNobodyReducesAreToldOnceWithTheCallToUse) {
-  on_worlds([](World& world, Sharded<Mlp>& sharded) {
+  on_shardings([](World& world, Sharded<Mlp>& sharded) {
     const auto x = input(world);
     const auto ask = [&] {
       return warnings_of([&] { grad({sharded.forward(x).sum()}, {sharded->fcs[1]->weight}); });
     };
     const auto first = ask();
     ASSERT_EQ(first.size(), 1U);
-    EXPECT_NE(first[0].find("fc1.weight"), std::string::npos) << first[0];
-    EXPECT_NE(first[0].find("full_grad"), std::string::npos) << first[0];
+    expect_contains(first[0], {"fc1.weight"});
+    expect_contains(first[0], {"full_grad"});
     EXPECT_TRUE(ask().empty());
   });
 }
 
 TEST(CaptureWatch, TheGradientsAreThisRanksOwn) {
-  on_worlds([](World& world, Sharded<Mlp>& sharded) {
+  on_shardings([](World& world, Sharded<Mlp>& sharded) {
     const auto x = input(world);
     const auto plain = make_mlp();
     const auto expected = grad({plain->forward(x).sum()}, {plain->fcs[1]->weight})[0];
@@ -71,7 +65,7 @@ TEST(CaptureWatch, ParametersThatWereFrozenAtTheWrapAreWatched) {
 }
 
 TEST(CaptureWatch, AGradientPenaltyIsNoReasonToWarn) {
-  on_worlds([](World& world, Sharded<Mlp>& sharded) {
+  on_shardings([](World& world, Sharded<Mlp>& sharded) {
     const auto x = input(world);
     EXPECT_TRUE(warnings_of([&] {
                   const auto y = sharded.forward(x);
@@ -83,7 +77,7 @@ TEST(CaptureWatch, AGradientPenaltyIsNoReasonToWarn) {
 }
 
 TEST(CaptureWatch, GradientsOfInputsAndActivationsAreNoReasonToWarn) {
-  on_worlds([](World& world, Sharded<Mlp>& sharded) {
+  on_shardings([](World& world, Sharded<Mlp>& sharded) {
     const auto x = input(world);
     EXPECT_TRUE(warnings_of([&] {
                   const auto hidden = torch::gelu(sharded->fcs[0]->forward(x));
@@ -96,7 +90,7 @@ TEST(CaptureWatch, GradientsOfInputsAndActivationsAreNoReasonToWarn) {
 }
 
 TEST(CaptureWatch, ARankThatIsAloneHasNothingToReduce) {
-  on_worlds(
+  on_shardings(
       [](World& world, Sharded<Mlp>& sharded) {
         EXPECT_TRUE(warnings_of([&] {
                       grad({sharded.forward(input(world)).sum()}, {sharded->fcs[1]->weight});
@@ -122,7 +116,7 @@ struct Again : torch::autograd::Function<Again> {
 };
 
 TEST(CaptureWatch, ABackwardThatHandsThemToTheOneAroundItIsNoReasonToWarn) {
-  on_worlds([](World& world, Sharded<Mlp>& sharded) {
+  on_shardings([](World& world, Sharded<Mlp>& sharded) {
     const auto x = input(world);
     EXPECT_TRUE(
         warnings_of([&] { Again::apply(x, sharded->fcs[1]->weight).sum().backward(); }).empty());
@@ -130,5 +124,4 @@ TEST(CaptureWatch, ABackwardThatHandsThemToTheOneAroundItIsNoReasonToWarn) {
   });
 }
 
-}  // namespace capture_watch_test
-}  // namespace tessera
+}  // namespace tessera::testing::capture_watch_test

@@ -7,12 +7,8 @@
 
 #include "engine/model/sharded_state.h"
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace clip_test {
-
-using namespace testing;
+namespace tessera::testing::clip_test {
 
 std::shared_ptr<Mlp> make_mlp() {
   return seeded(7, [] { return std::make_shared<Mlp>(37, 2, 5); });
@@ -38,29 +34,19 @@ bool close_gradients(const torch::Tensor& a, const torch::Tensor& b) {
   return torch::allclose(a.cpu(), b.cpu(), 1e-5, 1e-7);
 }
 
-void for_each_plan(const std::function<void(int, const ShardPlan&, const std::string&)>& f) {
-  for (const int ranks : {1, 2, 3, 4}) {
-    for (const auto level : {ShardLevel::kNone, ShardLevel::kOptimizerState, ShardLevel::kGradients,
-                             ShardLevel::kParameters}) {
-      for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
-        const std::string what = fmt::format("{} ranks, level {}, partition {}", ranks,
-                                             static_cast<int>(level), static_cast<int>(partition));
-        f(ranks, {.level = level, .partition = partition, .unit_bytes = 6000}, what);
-      }
-    }
-  }
-}
+const std::vector<int> kRanks = {1, 2, 3, 4};
+const std::vector<ShardPlan> kPlans = with_each_partition({.unit_bytes = 6000});
 
 TEST(ClipGrad, NormAndClippedGradientsAreThoseOfOneProcess) {
-  for_each_plan([](int ranks, const ShardPlan& plan, const std::string& what) {
+  for (const int ranks : kRanks) {
     for (const double norm_type : {1.0, 2.0, HUGE_VAL}) {
       for (const double max_norm : {0.05, 1000.0}) {
         const auto alone = gradients_alone(ranks, 1.0 / ranks);
         const double expected =
             torch::nn::utils::clip_grad_norm_(alone->parameters(), max_norm, norm_type);
         const auto clipped = gradients_of(*alone);
-        run_world(ranks, [&](World& world) {
-          SCOPED_TRACE(fmt::format("{}, norm {}, max {}", what, norm_type, max_norm));
+        on_worlds({ranks}, kPlans, [&](World& world, const ShardPlan& plan) {
+          SCOPED_TRACE(fmt::format("norm {}, max {}", norm_type, max_norm));
           auto sharded = fully_shard(make_mlp(), plan);
           rank_loss(*sharded, global_batch(0, 12, 37, 5), world.rank(), world.size(), 0).backward();
           EXPECT_NEAR(sharded.clip_grad_norm_(max_norm, norm_type), expected, 1e-5 * expected);
@@ -70,7 +56,7 @@ TEST(ClipGrad, NormAndClippedGradientsAreThoseOfOneProcess) {
         });
       }
     }
-  });
+  }
 }
 
 TEST(ClipGrad, RanksWithoutAShardTakePart) {
@@ -106,10 +92,9 @@ TEST(ClipGrad, WithoutGradientsTheNormIsZero) {
 }
 
 TEST(FullGrad, IsTheGradientOfOneProcess) {
-  for_each_plan([](int ranks, const ShardPlan& plan, const std::string& what) {
+  for (const int ranks : kRanks) {
     const auto alone = gradients_of(*gradients_alone(ranks, 1.0 / ranks));
-    run_world(ranks, [&](World& world) {
-      SCOPED_TRACE(what);
+    on_worlds({ranks}, kPlans, [&](World& world, const ShardPlan& plan) {
       auto sharded = fully_shard(make_mlp(), plan);
       EXPECT_FALSE(sharded.full_grad("fc0.weight").defined());
       rank_loss(*sharded, global_batch(0, 12, 37, 5), world.rank(), world.size(), 0).backward();
@@ -125,7 +110,7 @@ TEST(FullGrad, IsTheGradientOfOneProcess) {
         }
       }
     });
-  });
+  }
   run_world(2, [](World&) {
     auto sharded = fully_shard(make_mlp());
     expect_error([&] { sharded.full_grad("fc7.weight"); }, {"[full_grad]", "fc7.weight"});
@@ -174,5 +159,4 @@ TEST(RefusedGradients, OnesWithAGraphNameTheParameter) {
   }
 }
 
-}  // namespace clip_test
-}  // namespace tessera
+}  // namespace tessera::testing::clip_test

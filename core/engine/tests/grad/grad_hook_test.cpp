@@ -5,12 +5,8 @@
 
 #include "engine/model/sharded_state.h"
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace grad_hook_test {
-
-using namespace testing;
+namespace tessera::testing::grad_hook_test {
 
 using Hook = std::function<void(const torch::Tensor&)>;
 using torch::autograd::PostAccumulateGradHook;
@@ -53,16 +49,8 @@ void expect_gradient(ShardedModule& sharded, const torch::Tensor& expected) {
   EXPECT_TRUE(torch::allclose(got, expected, 1e-5, 1e-7)) << (got - expected).abs().max();
 }
 
-void on_worlds(const std::function<void(World&, const ShardPlan&)>& f) {
-  for (const int size : {1, 2, 3}) {
-    for (const auto level : kAllLevels) {
-      run_world(size, [&](World& world) {
-        SCOPED_TRACE(
-            fmt::format("rank {} of {}, level {}", world.rank(), size, static_cast<int>(level)));
-        f(world, {.level = level, .unit_bytes = 6000});
-      });
-    }
-  }
+void on_sizes(const std::function<void(World&, const ShardPlan&)>& f) {
+  on_worlds({1, 2, 3}, at_each_level({.unit_bytes = 6000}), f);
 }
 
 // The model with a hook on fc0's weight, set before or after it is sharded.
@@ -76,7 +64,7 @@ Sharded<Mlp> shard_with_hook(const ShardPlan& plan, bool before, Hook hook) {
 
 TEST(GradHook, OfTheUserSeesThisRanksGradientAndTheGradientIsReducedAllTheSame) {
   for (const bool before : {true, false}) {
-    on_worlds([&](World& world, const ShardPlan& plan) {
+    on_sizes([&](World& world, const ShardPlan& plan) {
       SCOPED_TRACE(before ? "set before the wrap" : "set after it");
       std::vector<torch::Tensor> seen;
       auto sharded = shard_with_hook(plan, before, [&](const torch::Tensor& weight) {
@@ -104,7 +92,7 @@ TEST(GradHook, WhatItMakesOfAGradientIsReduced) {
        [](const auto& gradient) { return gradient.sign(); }}};
   for (const auto& hook : hooks) {
     for (const bool before : {true, false}) {
-      on_worlds([&](World& world, const ShardPlan& plan) {
+      on_sizes([&](World& world, const ShardPlan& plan) {
         auto sharded = shard_with_hook(plan, before, hook.first);
         loss_of(*sharded, world.rank(), world.size()).backward();
         expect_gradient(sharded, mean_of(world.size(), hook.second));
@@ -114,7 +102,7 @@ TEST(GradHook, WhatItMakesOfAGradientIsReduced) {
 }
 
 TEST(GradHook, SetAgainReplacesTheOneBeforeAndNoneTakesItAway) {
-  on_worlds([](World& world, const ShardPlan& plan) {
+  on_sizes([](World& world, const ShardPlan& plan) {
     int first = 0, second = 0;
     auto sharded = shard_with_hook(plan, /*before=*/true, [&](const auto&) { ++first; });
     const auto backward = [&] {
@@ -134,7 +122,7 @@ TEST(GradHook, SetAgainReplacesTheOneBeforeAndNoneTakesItAway) {
 }
 
 TEST(GradHook, PutAroundTheOneThatIsThereReducesOnce) {
-  on_worlds([](World& world, const ShardPlan& plan) {
+  on_sizes([](World& world, const ShardPlan& plan) {
     auto sharded = fully_shard(make_mlp(), plan);
     std::unique_ptr<PostAccumulateGradHook>& place =
         torch::autograd::impl::post_acc_grad_hooks(sharded->fcs[0]->weight);
@@ -152,7 +140,7 @@ TEST(GradHook, PutAroundTheOneThatIsThereReducesOnce) {
 }
 
 TEST(GradHook, ThatClearsTheGradientLeavesNone) {
-  on_worlds([](World& world, const ShardPlan& plan) {
+  on_sizes([](World& world, const ShardPlan& plan) {
     // On all ranks, then on one of them.
     for (const int clearing : {-1, 0}) {
       auto sharded = shard_with_hook(plan, true, [&](const torch::Tensor& weight) {
@@ -183,7 +171,7 @@ TEST(GradHook, ThatGivesAGradientOfAnotherShapeIsToldSo) {
 }
 
 TEST(GradHook, ThatThrowsFailsTheBackwardAndLeavesNothing) {
-  on_worlds([](World& world, const ShardPlan& plan) {
+  on_sizes([](World& world, const ShardPlan& plan) {
     if (world.size() > 1) return;  // the other ranks would wait for this one
     bool throws = true;
     auto sharded =
@@ -198,7 +186,7 @@ TEST(GradHook, ThatThrowsFailsTheBackwardAndLeavesNothing) {
 
 TEST(GradHook, OnTheTensorItselfChangesTheGradientThatIsReduced) {
   for (const bool before : {true, false}) {
-    on_worlds([&](World& world, const ShardPlan& plan) {
+    on_sizes([&](World& world, const ShardPlan& plan) {
       const auto net = make_mlp();
       int seen = 0;
       const auto hook = [&] {
@@ -217,7 +205,7 @@ TEST(GradHook, OnTheTensorItselfChangesTheGradientThatIsReduced) {
 }
 
 TEST(GradHook, IsTheUsersAloneAgainWhenTheModelIsGivenBack) {
-  on_worlds([](World& world, const ShardPlan& plan) {
+  on_sizes([](World& world, const ShardPlan& plan) {
     int calls = 0;
     const auto net = make_mlp();
     set_hook(net->fcs[0]->weight, [&](const auto&) { ++calls; });
@@ -234,7 +222,7 @@ TEST(GradHook, IsTheUsersAloneAgainWhenTheModelIsGivenBack) {
 
 // Other code may have replaced our metadata by its own.
 TEST(GradHook, WhoseMetadataIsGoneIsMissedAtTheEndOfBackwardOnAllRanks) {
-  on_worlds([](World& world, const ShardPlan& plan) {
+  on_sizes([](World& world, const ShardPlan& plan) {
     auto sharded = fully_shard(make_mlp(), plan);
     if (world.rank() == 0) {
       const auto& weight = sharded->fcs[0]->weight;
@@ -247,7 +235,7 @@ TEST(GradHook, WhoseMetadataIsGoneIsMissedAtTheEndOfBackwardOnAllRanks) {
 }
 
 TEST(GradHook, AGradientSetByHandIsNotSteppedOnSilentlyAndReduceTakesIt) {
-  on_worlds([](World& world, const ShardPlan& plan) {
+  on_sizes([](World& world, const ShardPlan& plan) {
     auto sharded = fully_shard(make_mlp(), plan);
     torch::optim::SGD inner(sharded->parameters(), 0.1);
     ShardedOptimizer optimizer(sharded, inner);
@@ -275,7 +263,7 @@ TEST(GradHook, AGradientSetByHandIsNotSteppedOnSilentlyAndReduceTakesIt) {
 }
 
 TEST(GradHook, AGradientSetByHandCountsInTheNextBackward) {
-  on_worlds([](World& world, const ShardPlan& plan) {
+  on_sizes([](World& world, const ShardPlan& plan) {
     auto sharded = fully_shard(make_mlp(), plan);
     sharded->fcs[0]->weight.mutable_grad() = torch::ones({37, 37}, test_device());
     loss_of(*sharded, world.rank(), world.size()).backward();
@@ -288,5 +276,4 @@ TEST(GradHook, AGradientSetByHandCountsInTheNextBackward) {
   });
 }
 
-}  // namespace grad_hook_test
-}  // namespace tessera
+}  // namespace tessera::testing::grad_hook_test

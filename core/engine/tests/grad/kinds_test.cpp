@@ -5,12 +5,8 @@
 
 #include "engine/model/sharded_state.h"
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace kinds_test {
-
-using namespace testing;
+namespace tessera::testing::kinds_test {
 
 // A model given by two functions.
 struct Custom : Net {
@@ -43,70 +39,57 @@ TrainingRun custom_run(const Custom::Build& build, const Custom::Forward& forwar
   return run;
 }
 
-void expect_parity_everywhere(const TrainingRun& run, const std::string& what,
-                              double tolerance = 0) {
+void expect_parity_everywhere(const TrainingRun& run, double tolerance = 0) {
   for (const int ranks : {1, 2, 3, 4}) {
-    for (const auto level : {ShardLevel::kNone, ShardLevel::kGradients, ShardLevel::kParameters}) {
-      for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
-        for (const int64_t unit_bytes : {0, 1 << 20}) {
-          expect_parity(
-              run, ranks, {.level = level, .partition = partition, .unit_bytes = unit_bytes},
-              fmt::format("{}: {} ranks, level {}, partition {}, unit_bytes {}", what, ranks,
-                          static_cast<int>(level), static_cast<int>(partition), unit_bytes),
-              {.fused = false}, std::max(tolerance, tolerance_of(ranks)));
-        }
-      }
+    for (const int64_t unit_bytes : {0, 1 << 20}) {
+      expect_parity_of_each(run, ranks,
+                            cases_of(with_each_partition({.unit_bytes = unit_bytes}),
+                                     std::max(tolerance, tolerance_of(ranks))));
     }
   }
 }
 
 TEST(ParameterKinds, UnusedOnAllRanksAreNotUpdatedNotEvenByWeightDecay) {
   expect_parity_everywhere(custom_run(
-                               [](Custom& net) {
-                                 net.linear("a", 37, 37);
-                                 net.linear("unused", 37, 37);
-                                 net.linear("b", 37, 5);
-                               },
-                               [](Custom& net, torch::Tensor x) {
-                                 return net.apply_linear("b",
-                                                         torch::gelu(net.apply_linear("a", x)));
-                               }),
-                           "unused");
+      [](Custom& net) {
+        net.linear("a", 37, 37);
+        net.linear("unused", 37, 37);
+        net.linear("b", 37, 5);
+      },
+      [](Custom& net, torch::Tensor x) {
+        return net.apply_linear("b", torch::gelu(net.apply_linear("a", x)));
+      }));
 }
 
 // The gradient of a function that is constant almost everywhere is a tensor without memory.
 TEST(ParameterKinds, GradientsWithoutMemoryAreZeros) {
-  expect_parity_everywhere(
-      custom_run(
-          [](Custom& net) {
-            net.linear("a", 37, 5);
-            net.parameter("large", torch::linspace(-1, 1, 300 * 5).view({300, 5}));
-            net.parameter("small", torch::linspace(-1, 1, 5));
-          },
-          [](Custom& net, torch::Tensor x) {
-            // Rank 0 comes first in one process, where LibTorch adds to no gradient without memory.
-            const auto of = [&](const char* name) {
-              return net.rank == 0 ? net[name] : torch::sgn(net[name]);
-            };
-            return net.apply_linear("a", x) + of("large").mean(0) + of("small");
-          }),
-      "sgn");
+  expect_parity_everywhere(custom_run(
+      [](Custom& net) {
+        net.linear("a", 37, 5);
+        net.parameter("large", torch::linspace(-1, 1, 300 * 5).view({300, 5}));
+        net.parameter("small", torch::linspace(-1, 1, 5));
+      },
+      [](Custom& net, torch::Tensor x) {
+        // Rank 0 comes first in one process, where LibTorch adds to no gradient without memory.
+        const auto of = [&](const char* name) {
+          return net.rank == 0 ? net[name] : torch::sgn(net[name]);
+        };
+        return net.apply_linear("a", x) + of("large").mean(0) + of("small");
+      }));
 }
 
 TEST(ParameterKinds, UnusedOnSomeRanksAreAveragedWithZeros) {
   expect_parity_everywhere(custom_run(
-                               [](Custom& net) {
-                                 net.linear("a", 37, 37);
-                                 net.linear("sometimes", 37, 37);
-                                 net.linear("b", 37, 5);
-                               },
-                               [](Custom& net, torch::Tensor x) {
-                                 x = torch::gelu(net.apply_linear("a", x));
-                                 if (net.rank == net.step % 2)
-                                   x = x + net.apply_linear("sometimes", x);
-                                 return net.apply_linear("b", x);
-                               }),
-                           "unused on some ranks");
+      [](Custom& net) {
+        net.linear("a", 37, 37);
+        net.linear("sometimes", 37, 37);
+        net.linear("b", 37, 5);
+      },
+      [](Custom& net, torch::Tensor x) {
+        x = torch::gelu(net.apply_linear("a", x));
+        if (net.rank == net.step % 2) x = x + net.apply_linear("sometimes", x);
+        return net.apply_linear("b", x);
+      }));
 }
 
 TEST(ParameterKinds, TiedWeightsAreOneParameter) {
@@ -132,7 +115,7 @@ TEST(ParameterKinds, TiedWeightsAreOneParameter) {
     };
     if (same_tensor) {
       run.make_optimizer = plain_sgd;
-      expect_parity_everywhere(run, "the same tensor twice");
+      expect_parity_everywhere(run);
       continue;
     }
     // On another device they were moved to memory of their own.
@@ -153,34 +136,24 @@ TEST(ParameterKinds, TiedWeightsAreOneParameter) {
       return seeded(7, [&] { return std::make_shared<Custom>(build, forward); });
     };
     reference.make_optimizer = run.make_optimizer = plain_sgd;
-    for (const int ranks : {1, 2, 3}) {
-      const auto expected = train_alone(reference, ranks);
-      for (const auto level :
-           {ShardLevel::kNone, ShardLevel::kGradients, ShardLevel::kParameters}) {
-        run_world(ranks, [&](World& world) {
-          const auto state = train_sharded(run, world, {.level = level});
-          expect_same_state(state, expected, 2e-6,
-                            fmt::format("two tensors on one storage, {} ranks", ranks));
-        });
-      }
-    }
+    for (const int ranks : {1, 2, 3})
+      expect_each_has(train_alone(reference, ranks), run, ranks, cases_of(at_each_level(), 2e-6));
   }
 }
 
 TEST(ParameterKinds, EmptyAndScalarParametersAndSingleElementsWork) {
   expect_parity_everywhere(custom_run(
-                               [](Custom& net) {
-                                 net.parameter("none", torch::empty({0}));
-                                 net.parameter("scale", torch::tensor(1.5F));
-                                 net.linear("a", 37, 5);
-                                 net.parameter("no_rows", torch::empty({0, 3}));
-                                 net.parameter("shift", torch::ones({1, 1, 1}));
-                               },
-                               [](Custom& net, torch::Tensor x) {
-                                 x = net.apply_linear("a", x * net["scale"]) + net["shift"][0][0];
-                                 return x + net["none"].sum() + net["no_rows"].sum();
-                               }),
-                           "empty and scalar");
+      [](Custom& net) {
+        net.parameter("none", torch::empty({0}));
+        net.parameter("scale", torch::tensor(1.5F));
+        net.linear("a", 37, 5);
+        net.parameter("no_rows", torch::empty({0, 3}));
+        net.parameter("shift", torch::ones({1, 1, 1}));
+      },
+      [](Custom& net, torch::Tensor x) {
+        x = net.apply_linear("a", x * net["scale"]) + net["shift"][0][0];
+        return x + net["none"].sum() + net["no_rows"].sum();
+      }));
 }
 
 TEST(ParameterKinds, SeveralDtypesWithFrozenIntegersTrainTogether) {
@@ -198,7 +171,7 @@ TEST(ParameterKinds, SeveralDtypesWithFrozenIntegersTrainTogether) {
         return x.matmul(net["twice"]).to(torch::kFloat);
       });
   // Sums of bfloat16 are taken in float32 and rounded once, not once per addition.
-  expect_parity_everywhere(run, "dtypes", 2e-2);
+  expect_parity_everywhere(run, 2e-2);
 }
 
 TEST(ParameterKinds, ChannelsLastConvolutionsKeepTheirLayout) {
@@ -252,15 +225,13 @@ TEST(ParameterKinds, RequiresGradMayChangeBetweenSteps) {
         "c", torch::gelu(net.apply_linear("b", torch::gelu(net.apply_linear("a", x)))));
   };
   expect_parity_everywhere(custom_run(
-                               [](Custom& net) {
-                                 net.linear("a", 37, 37);
-                                 const auto b = net.linear("b", 37, 37);
-                                 for (auto& param : b->parameters()) param.requires_grad_(false);
-                                 net.linear("c", 37, 5);
-                               },
-                               forward),
-                           "requires_grad");
+      [](Custom& net) {
+        net.linear("a", 37, 37);
+        const auto b = net.linear("b", 37, 37);
+        for (auto& param : b->parameters()) param.requires_grad_(false);
+        net.linear("c", 37, 5);
+      },
+      forward));
 }
 
-}  // namespace kinds_test
-}  // namespace tessera
+}  // namespace tessera::testing::kinds_test

@@ -2,31 +2,21 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include "support/models.h"
-#include "support/run_world.h"
+#include "support/error_of.h"
+#include "support/sharded_job.h"
 #include "support/warnings.h"
 
-namespace tessera {
-namespace lockstep_test {
-
-using namespace testing;
-
-constexpr int64_t kWidth = 8, kOut = 3;
+namespace tessera::testing::lockstep_test {
 
 // A sharded model with its optimizer, on one rank.
-struct Job {
+struct Job : ShardedJob<Mlp> {
   Job(World& world, ShardLevel level)
-      : world(world),
-        level(level),
-        sharded(fully_shard(seeded(7, [] { return std::make_shared<Mlp>(kWidth, 2, kOut); }),
-                            {.level = level, .unit_bytes = 300})),
-        sgd(sharded->parameters(), 0.01),
-        optimizer(sharded, sgd) {}
+      : ShardedJob(run_by<Mlp, torch::optim::SGD>(torch::optim::SGDOptions(0.01), 8, 2, 3), world,
+                   {.level = level, .unit_bytes = 300}),
+        level(level) {}
 
   int rank() const { return world.rank(); }
-  torch::Tensor loss() {
-    return sharded.forward(torch::ones({2, kWidth}, test_device())).pow(2).sum();
-  }
+  torch::Tensor loss() { return sharded.forward(torch::ones({2, 8}, test_device())).pow(2).sum(); }
   void backward() { loss().backward(); }
   void step() {
     optimizer.step();
@@ -36,11 +26,7 @@ struct Job {
     for (int i = 0; i < steps; ++i) backward(), step();
   }
 
-  World& world;
   ShardLevel level;
-  Sharded<Mlp> sharded;
-  torch::optim::SGD sgd;
-  ShardedOptimizer optimizer;
 };
 
 std::string others_than_1(int ranks) { return ranks == 2 ? "rank 0" : "ranks 0, 2"; }
@@ -58,14 +44,11 @@ void expect_told(const std::function<void(Job&)>& loop,
         Place{ShardLevel::kParameters, Transport::kGloo}}) {
     for (const int ranks : {2, 3}) {
       SCOPED_TRACE(fmt::format("{} ranks, level {}", ranks, static_cast<int>(level)));
-      run_world(
-          ranks,
-          [&, level = level](World& world) {
-            Job job(world, level);
-            job.train(2);
-            expect_error([&] { loop(job); }, parts(ranks));
-          },
-          std::chrono::seconds(30), transport);
+      run_over(transport, ranks, [&, level = level](World& world) {
+        Job job(world, level);
+        job.train(2);
+        expect_error([&] { loop(job); }, parts(ranks));
+      });
     }
   }
 }
@@ -116,22 +99,19 @@ TEST(Lockstep, AMissingBackwardIsTold) {
 }
 
 TEST(Lockstep, TheErrorIsGoneWhenTheRankThatWasBehindHasStepped) {
-  run_world(
-      2,
-      [](World& world) {
-        Job job(world, ShardLevel::kNone);
-        job.backward();
-        job.optimizer.step();
-        expect_error(
-            [&] {
-              if (world.rank() == 0) job.optimizer.step();
-              job.backward();
-            },
-            {"rank 1 is in backward 1 of step 2", "rank 0 is in backward 1 of step 3"});
-        if (world.rank() == 1) job.optimizer.step();
-        job.backward();
-      },
-      std::chrono::seconds(30), Transport::kGloo);
+  run_over(Transport::kGloo, 2, [](World& world) {
+    Job job(world, ShardLevel::kNone);
+    job.backward();
+    job.optimizer.step();
+    expect_error(
+        [&] {
+          if (world.rank() == 0) job.optimizer.step();
+          job.backward();
+        },
+        {"rank 1 is in backward 1 of step 2", "rank 0 is in backward 1 of step 3"});
+    if (world.rank() == 1) job.optimizer.step();
+    job.backward();
+  });
 }
 
 // Where ranks share memory, a step waits for the others, and so for the one that skips it.
@@ -165,29 +145,25 @@ std::vector<std::string> told_warnings(const std::function<void()>& f) {
 TEST(Lockstep, ABatchThatIsSkippedAfterItsForwardIsToldOnce) {
   TESSERA_ON_HOST_ONLY(
       "on a device the end of backward warns on LibTorch's thread, not to this handler");
-  for (const Transport transport : {Transport::kGloo, Transport::kArena}) {
+  for (const Transport transport : kTransports) {
     for (const int ranks : {2, 3}) {
-      run_world(
-          ranks,
-          [&](World& world) {
-            Job job(world, ShardLevel::kGradients);
-            const auto told = told_warnings([&] {
-              job.train(2);
-              for (int i = 0; i < 2; ++i) {
-                if (world.rank() == 1) job.loss();
-                job.train(1);
-              }
-            });
-            ASSERT_EQ(told.size(), world.rank() == 0 ? 1U : 0U);
-            if (world.rank() != 0) return;
-            for (const std::string& part :
-                 {std::string("in backward 1 of step 3"),
-                  std::string("rank 1 has made 2 forwards and 1 backward"),
-                  others_than_1(ranks) + (ranks == 2 ? " has" : " have") +
-                      " made 1 forward and 1 backward"})
-              EXPECT_NE(told[0].find(part), std::string::npos) << part << "\n" << told[0];
-          },
-          std::chrono::seconds(30), transport);
+      run_over(transport, ranks, [&](World& world) {
+        Job job(world, ShardLevel::kGradients);
+        const auto told = told_warnings([&] {
+          job.train(2);
+          for (int i = 0; i < 2; ++i) {
+            if (world.rank() == 1) job.loss();
+            job.train(1);
+          }
+        });
+        ASSERT_EQ(told.size(), world.rank() == 0 ? 1U : 0U);
+        if (world.rank() != 0) return;
+        for (const std::string& part : {std::string("in backward 1 of step 3"),
+                                        std::string("rank 1 has made 2 forwards and 1 backward"),
+                                        others_than_1(ranks) + (ranks == 2 ? " has" : " have") +
+                                            " made 1 forward and 1 backward"})
+          expect_contains(told[0], {part});
+      });
     }
   }
 }
@@ -197,7 +173,7 @@ TEST(Lockstep, ABatchThatIsSkippedAfterItsForwardIsToldOnce) {
 TEST(Lockstep, ALearningRateOfOneRankAloneIsTold) {
   expect_told(
       [](Job& job) {
-        if (job.rank() == 1) job.sgd.param_groups()[0].options().set_lr(0.02);
+        if (job.rank() == 1) job.inner->param_groups()[0].options().set_lr(0.02);
         job.train(2);
       },
       [](int) {
@@ -255,31 +231,26 @@ TEST(Lockstep, AnAverageThatOneRankAloneUpdatesIsTold) {
 // --- loops that are right
 
 // Runs `loop` at each of `levels`, and expects neither an error nor a warning.
-void expect_quiet(const std::vector<ShardLevel>& levels, const std::function<void(Job&)>& loop) {
-  for (const Transport transport : {Transport::kGloo, Transport::kArena}) {
-    for (const ShardLevel level : levels) {
-      for (const int ranks : {2, 3}) {
-        SCOPED_TRACE(fmt::format("{} ranks, level {}", ranks, static_cast<int>(level)));
-        run_world(
-            ranks,
-            [&](World& world) {
-              Job job(world, level);
-              const auto told = told_warnings([&] {
-                job.train(2);
-                for (int i = 0; i < 3; ++i) loop(job);
-                job.train(1);
-              });
-              EXPECT_TRUE(told.empty()) << told[0];
-            },
-            std::chrono::seconds(30), transport);
-      }
-    }
+// Runs `loop` at each of `levels`, and expects neither an error nor a warning.
+void expect_quiet(const std::vector<ShardPlan>& levels, const std::function<void(Job&)>& loop) {
+  for (const Transport transport : kTransports) {
+    on_worlds(
+        {2, 3}, levels,
+        [&](World& world, const ShardPlan& plan) {
+          Job job(world, plan.level);
+          const auto told = told_warnings([&] {
+            job.train(2);
+            for (int i = 0; i < 3; ++i) loop(job);
+            job.train(1);
+          });
+          EXPECT_TRUE(told.empty()) << told[0];
+        },
+        transport);
   }
 }
 
-const std::vector<ShardLevel> kEachLevel(std::begin(kAllLevels), std::end(kAllLevels));
-const std::vector<ShardLevel> kWholeParameters = {ShardLevel::kNone, ShardLevel::kOptimizerState,
-                                                  ShardLevel::kGradients};
+const std::vector<ShardPlan> kEachLevel = at_each_level();
+const std::vector<ShardPlan> kWholeParameters(kEachLevel.begin(), kEachLevel.end() - 1);
 
 TEST(Lockstep, AccumulationIsRight) {
   expect_quiet(kEachLevel, [](Job& job) {
@@ -353,42 +324,37 @@ TEST(Lockstep, ModelsAreComparedEachByItself) {
 }
 
 TEST(Lockstep, OptimizersOfOneModelMayStepInTurns) {
-  for (const Transport transport : {Transport::kGloo, Transport::kArena}) {
-    run_world(
-        2,
-        [](World&) {
-          const auto net = seeded(7, [] { return std::make_shared<Mlp>(kWidth, 2, kOut); });
-          auto sharded = fully_shard(net, {.level = ShardLevel::kGradients, .unit_bytes = 300});
+  for (const Transport transport : kTransports)
+    on_worlds(
+        {2}, {{.level = ShardLevel::kGradients, .unit_bytes = 300}},
+        [](World&, const ShardPlan& plan) {
+          const auto net = seeded(7, [] { return std::make_shared<Mlp>(8, 2, 3); });
+          auto sharded = fully_shard(net, plan);
           std::vector<torch::Tensor> rest;
           for (const auto& param : net->named_parameters())
             if (!param.key().starts_with("head")) rest.push_back(param.value());
           torch::optim::SGD first(rest, 0.01), second(net->head->parameters(), 0.01);
           ShardedOptimizer one(sharded, first), two(sharded, second);
           for (int i = 0; i < 6; ++i) {
-            sharded.forward(torch::ones({2, kWidth}, test_device())).sum().backward();
+            sharded.forward(torch::ones({2, 8}, test_device())).sum().backward();
             one.step();
             if (i % 3 == 2) two.step(), sharded.zero_grad();
           }
         },
-        std::chrono::seconds(30), transport);
-  }
+        transport);
 }
 
 TEST(Lockstep, RanksThatAreDoneAreNotBehind) {
-  for (const Transport transport : {Transport::kGloo, Transport::kArena}) {
-    run_world(
-        3,
-        [](World& world) {
-          Job job(world, ShardLevel::kGradients);
-          const auto told = told_warnings([&] {
-            join(job.sharded, {&job.optimizer}, [&] { job.train(1 + 2 * world.rank()); });
-            job.train(2);
-          });
-          EXPECT_TRUE(told.empty()) << told[0];
-        },
-        std::chrono::seconds(30), transport);
+  for (const Transport transport : kTransports) {
+    run_over(transport, 3, [](World& world) {
+      Job job(world, ShardLevel::kGradients);
+      const auto told = told_warnings([&] {
+        join(job.sharded, {&job.optimizer}, [&] { job.train(1 + 2 * world.rank()); });
+        job.train(2);
+      });
+      EXPECT_TRUE(told.empty()) << told[0];
+    });
   }
 }
 
-}  // namespace lockstep_test
-}  // namespace tessera
+}  // namespace tessera::testing::lockstep_test

@@ -9,12 +9,8 @@
 
 #include "support/models.h"
 #include "support/recomputed_layer.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace open_backwards_test {
-
-using namespace testing;
+namespace tessera::testing::open_backwards_test {
 
 TEST(OpenBackwards, OfWhichOneRunsInsideAnotherAreOne) {
   OpenBackwards backwards(/*may_overlap=*/false);
@@ -118,61 +114,52 @@ std::shared_ptr<Meets> make_meets() {
 
 TEST(TwoThreadsInBackward, AreToldSoOnAllRanksAndCanGoOnOneAfterAnother) {
   TESSERA_ON_HOST_ONLY(kOneThread);
-  for (const int size : {2, 3}) {
-    for (const auto level : kAllLevels) {
-      run_world(size, [&](World& world) {
-        SCOPED_TRACE(fmt::format("{} ranks, level {}", size, static_cast<int>(level)));
-        auto sharded = fully_shard(make_meets(), {.level = level});
-        const auto x = torch::ones({2, 37}, test_device());
-        std::latch failed(1);
-        {
-          TwoBackwards backwards(*sharded, x);
-          // The second waits until the first one has gone on, and failed.
-          backwards.second_meets = [&] {
-            backwards.second_began.count_down();
-            failed.wait();
-          };
-          auto other = std::async(std::launch::async, [&] {
-            expect_error([&] { backwards.first.backward(); }, {"two backwards", "thread"});
-            failed.count_down();
-          });
-          backwards.first_began.wait();
-          expect_error([&] { backwards.second.backward(); }, {"two backwards", "thread"});
-          other.get();
-        }
-        sharded.zero_grad();
-        std::function<void()> nothing = [] {};
-        sharded->meet = &nothing;
-        sharded.forward(x).sum().backward();
-        const auto plain = make_meets();
-        plain->meet = &nothing;
-        plain->forward(x).sum().backward();
-        EXPECT_TRUE(
-            torch::allclose(sharded.full_grad("first.weight"), plain->first->weight.grad()));
+  on_worlds({2, 3}, at_each_level(), [](World&, const ShardPlan& plan) {
+    auto sharded = fully_shard(make_meets(), plan);
+    const auto x = torch::ones({2, 37}, test_device());
+    std::latch failed(1);
+    {
+      TwoBackwards backwards(*sharded, x);
+      // The second waits until the first one has gone on, and failed.
+      backwards.second_meets = [&] {
+        backwards.second_began.count_down();
+        failed.wait();
+      };
+      auto other = std::async(std::launch::async, [&] {
+        expect_error([&] { backwards.first.backward(); }, {"two backwards", "thread"});
+        failed.count_down();
       });
+      backwards.first_began.wait();
+      expect_error([&] { backwards.second.backward(); }, {"two backwards", "thread"});
+      other.get();
     }
-  }
+    sharded.zero_grad();
+    std::function<void()> nothing = [] {};
+    sharded->meet = &nothing;
+    sharded.forward(x).sum().backward();
+    const auto plain = make_meets();
+    plain->meet = &nothing;
+    plain->forward(x).sum().backward();
+    EXPECT_TRUE(torch::allclose(sharded.full_grad("first.weight"), plain->first->weight.grad()));
+  });
 }
 
 TEST(TwoThreadsInBackward, OfARankThatIsAloneAddTheirGradients) {
   TESSERA_ON_HOST_ONLY(kOneThread);
-  for (const auto level : kAllLevels) {
-    run_world(1, [&](World&) {
-      auto sharded = fully_shard(make_meets(), {.level = level});
-      const auto plain = make_meets();
-      const auto x = torch::ones({2, 37}, test_device());
-      for (Meets* net : {&*sharded, &*plain}) {
-        TwoBackwards backwards(*net, x);
-        auto other = std::async(std::launch::async, [&] { backwards.first.backward(); });
-        backwards.first_began.wait();
-        backwards.second.backward();
-        other.get();
-      }
-      for (const auto& item : plain->named_parameters())
-        EXPECT_TRUE(torch::equal(sharded.full_grad(item.key()), item.value().grad())) << item.key();
-    });
-  }
+  on_worlds({1}, at_each_level(), [](World&, const ShardPlan& plan) {
+    auto sharded = fully_shard(make_meets(), plan);
+    const auto plain = make_meets();
+    const auto x = torch::ones({2, 37}, test_device());
+    for (Meets* net : {&*sharded, &*plain}) {
+      TwoBackwards backwards(*net, x);
+      auto other = std::async(std::launch::async, [&] { backwards.first.backward(); });
+      backwards.first_began.wait();
+      backwards.second.backward();
+      other.get();
+    }
+    for (const auto& item : plain->named_parameters())
+      EXPECT_TRUE(torch::equal(sharded.full_grad(item.key()), item.value().grad())) << item.key();
+  });
 }
 
-}  // namespace open_backwards_test
-}  // namespace tessera
+}  // namespace tessera::testing::open_backwards_test

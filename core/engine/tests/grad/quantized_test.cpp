@@ -2,19 +2,12 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <malloc.h>
-#include <tessera/comm/process_group_decorators.h>
 
 #include "comm/group/encoding.h"
-#include "engine/model/sharded_state.h"
 #include "support/contract.h"
-#include "support/models.h"
-#include "support/run_world.h"
-#include "support/test_device.h"
+#include "support/counted_job.h"
 
-namespace tessera {
-namespace quantized_test {
-
-using namespace testing;
+namespace tessera::testing::quantized_test {
 
 constexpr int kSteps = 12;
 
@@ -26,29 +19,20 @@ struct Trained {
 };
 
 Trained train(World& world, ShardPlan plan) {
-  const auto net = seeded(5, [] { return std::make_shared<Mlp>(); });
   plan.unit_bytes = 3000;
-  const auto counted = counting_process_group(world.process_group());
-  plan.process_group = counted;
-  torch::optim::AdamW inner(net->parameters(), torch::optim::AdamWOptions(1e-2));
-  auto sharded = fully_shard(net, plan);
-  ShardedOptimizer optimizer(sharded, inner, {.fused = false});
+  CountedJob job(run_by<Mlp, torch::optim::AdamW>(torch::optim::AdamWOptions(1e-2)), world, plan);
   Trained trained;
   for (int step = 0; step < kSteps; ++step) {
-    if (step == kSteps - 1) counted->reset_counts();
-    optimizer.zero_grad();
-    const Batch batch = global_batch(step % 4, 12, 37, 5);
-    const auto x = rows_of(batch.x, world.rank(), world.size());
-    const auto out = net->forward(x.to(plan.precision.param_dtype.value_or(at::kFloat)));
-    const auto loss =
-        torch::mse_loss(out.to(at::kFloat), rows_of(batch.y, world.rank(), world.size()));
+    if (step == kSteps - 1) job.reset_counts();
+    job.optimizer.zero_grad();
+    const auto loss = job.loss(step % 4);
     loss.backward();
-    optimizer.step();
+    job.optimizer.step();
     trained.losses.push_back(loss.item<double>());
   }
-  trained.counts = counted->counts();
-  trained.gradient_bytes = optimizer.memory().gradients;
-  trained.state = sharded.full_state();
+  trained.counts = job.shard->counts();
+  trained.gradient_bytes = job.optimizer.memory().gradients;
+  trained.state = job.state();
   return trained;
 }
 
@@ -62,7 +46,7 @@ std::vector<std::vector<Trained>> train_all(const std::vector<ShardPlan>& plans,
   if (on_hosts) {
     run_hosts(ranks, by_halves, run, std::chrono::seconds(60));
   } else {
-    run_world(ranks, run, std::chrono::seconds(60), Transport::kGloo);
+    run_over(Transport::kGloo, ranks, run, std::chrono::seconds(60));
   }
   return results;
 }
@@ -77,37 +61,32 @@ TEST(Quantized, ReplicasStayEqualAndLearnAlmostAsWellWithAQuarterOfTheBytes) {
   TESSERA_ON_HOST_ONLY("a device's backend sends no encoded messages");
   for (const auto& [ranks, on_hosts] :
        {std::pair(2, false), std::pair(3, false), std::pair(4, true)}) {
-    for (const ShardLevel level : kAllLevels) {
-      for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
-        const ShardPlan plain{.level = level, .partition = partition};
-        std::vector<ShardPlan> plans = {plain, plain, plain, plain};
-        plans[1].precision = {.reduce_dtype = at::kChar, .gather_dtype = at::kChar};
-        plans[2].precision = {.reduce_dtype = at::kFloat8_e4m3fn,
-                              .gather_dtype = at::kFloat8_e4m3fn};
-        plans[3].precision = {.param_dtype = at::kBFloat16,
-                              .reduce_dtype = at::kChar,
-                              .error_feedback = false,
-                              .gather_dtype = at::kChar};
-        const auto results = train_all(plans, ranks, on_hosts);
-        for (size_t i = 0; i < plans.size(); ++i) {
-          const auto what = fmt::format("{} ranks, hosts {}, level {}, partition {}, plan {}",
-                                        ranks, on_hosts, int(level), int(partition), i);
-          for (const Trained& rank : results[i])
-            expect_same_state(rank.state, results[i][0].state, 0, what);
-          EXPECT_LT(mean_loss(results[i]), 0.5 * results[i][0].losses.front()) << what;
-          EXPECT_NEAR(mean_loss(results[i]), mean_loss(results[0]), 0.1 * results[0][0].losses[0])
-              << what;
-          if (i == 0) continue;
-          const auto bytes = [&](const CollectiveCounts& counts) {
-            return static_cast<double>(counts.all_gather.bytes_sent +
-                                       counts.reduce_scatter.bytes_sent);
-          };
-          // Small pieces have a scale for fewer elements.
-          EXPECT_LT(bytes(results[i][0].counts), 0.3 * bytes(results[0][0].counts)) << what;
-        }
-        // Forgotten losses need no memory.
-        EXPECT_GT(results[1][0].gradient_bytes, results[3][0].gradient_bytes);
+    for (const ShardPlan& plain : with_each_partition()) {
+      std::vector<ShardPlan> plans = {plain, plain, plain, plain};
+      plans[1].precision = {.reduce_dtype = at::kChar, .gather_dtype = at::kChar};
+      plans[2].precision = {.reduce_dtype = at::kFloat8_e4m3fn, .gather_dtype = at::kFloat8_e4m3fn};
+      plans[3].precision = {.param_dtype = at::kBFloat16,
+                            .reduce_dtype = at::kChar,
+                            .error_feedback = false,
+                            .gather_dtype = at::kChar};
+      const auto results = train_all(plans, ranks, on_hosts);
+      for (size_t i = 0; i < plans.size(); ++i) {
+        const auto what = fmt::format("hosts {}, {}, plan {}", on_hosts, describe(ranks, plain), i);
+        for (const Trained& rank : results[i])
+          expect_same_state(rank.state, results[i][0].state, 0, what);
+        EXPECT_LT(mean_loss(results[i]), 0.5 * results[i][0].losses.front()) << what;
+        EXPECT_NEAR(mean_loss(results[i]), mean_loss(results[0]), 0.1 * results[0][0].losses[0])
+            << what;
+        if (i == 0) continue;
+        const auto bytes = [&](const CollectiveCounts& counts) {
+          return static_cast<double>(counts.all_gather.bytes_sent +
+                                     counts.reduce_scatter.bytes_sent);
+        };
+        // Small pieces have a scale for fewer elements.
+        EXPECT_LT(bytes(results[i][0].counts), 0.3 * bytes(results[0][0].counts)) << what;
       }
+      // Forgotten losses need no memory.
+      EXPECT_GT(results[1][0].gradient_bytes, results[3][0].gradient_bytes);
     }
   }
 }
@@ -124,37 +103,34 @@ TEST(Quantized, AWriteToAParameterIsRoundedWithItsBlockAndKeptAsItIsInTheMasterW
   TESSERA_ON_HOST_ONLY("a device's backend sends no encoded messages");
   for (const auto& [dtype, encoding] :
        {std::pair(at::kChar, Encoding::kInt8), std::pair(at::kFloat8_e4m3fn, Encoding::kFloat8)}) {
-    for (const Transport transport : {Transport::kGloo, Transport::kArena}) {
+    for (const Transport transport : kTransports) {
       std::vector<std::vector<NamedTensor>> states(2);
-      run_world(
-          2,
-          [&](World& world) {
-            const auto net = seeded(5, [] { return std::make_shared<Mlp>(); });
-            ShardPlan plan{.unit_bytes = 3000};
-            plan.precision.gather_dtype = dtype;
-            auto sharded = fully_shard(net, plan);
-            std::vector<at::Tensor> masters;
-            for (const auto& unit : sharded.state()->units())
-              masters.push_back(unit->master().values().clone());
-            {
-              const torch::NoGradGuard no_grad;
-              for (auto& parameter : net->parameters()) parameter.select(-1, 0).fill_(50);
-            }
-            int changed = 0;
-            sharded.state()->visit_whole_units([&](const Unit& unit) {
-              const at::Tensor& master = unit.master().values();
-              const at::Tensor before = masters[unit.index()];
-              EXPECT_TRUE(at::equal(master, at::where(master == 50, master, before)));
-              changed += at::equal(master, before) ? 0 : 1;
-              const int64_t begin = unit.updated_begin();
-              EXPECT_TRUE(at::equal(unit.full().narrow(0, begin, unit.updated_end() - begin),
-                                    rounded_by(encoding, master)))
-                  << unit.label();
-            });
-            EXPECT_GT(changed, 1);
-            states[world.rank()] = sharded.full_state();
-          },
-          std::chrono::seconds(30), transport);
+      run_over(transport, 2, [&](World& world) {
+        const auto net = seeded(5, [] { return std::make_shared<Mlp>(); });
+        ShardPlan plan{.unit_bytes = 3000};
+        plan.precision.gather_dtype = dtype;
+        auto sharded = fully_shard(net, plan);
+        std::vector<at::Tensor> masters;
+        for (const auto& unit : sharded.state()->units())
+          masters.push_back(unit->master().values().clone());
+        {
+          const torch::NoGradGuard no_grad;
+          for (auto& parameter : net->parameters()) parameter.select(-1, 0).fill_(50);
+        }
+        int changed = 0;
+        sharded.state()->visit_whole_units([&](const Unit& unit) {
+          const at::Tensor& master = unit.master().values();
+          const at::Tensor before = masters[unit.index()];
+          EXPECT_TRUE(at::equal(master, at::where(master == 50, master, before)));
+          changed += at::equal(master, before) ? 0 : 1;
+          const int64_t begin = unit.updated_begin();
+          EXPECT_TRUE(at::equal(unit.full().narrow(0, begin, unit.updated_end() - begin),
+                                rounded_by(encoding, master)))
+              << unit.label();
+        });
+        EXPECT_GT(changed, 1);
+        states[world.rank()] = sharded.full_state();
+      });
       expect_same_state(states[1], states[0], 0, "ranks");
     }
   }
@@ -180,20 +156,17 @@ TEST(Quantized, NoGradientIsRoundedWhereNothingIsSent) {
 TEST(Quantized, PaddingOfABucketIsZero) {
   TESSERA_ON_HOST_ONLY("a device's backend sends no encoded messages");
   ::mallopt(M_PERTURB, 0x8f);  // memory begins as numbers of 3e29
-  run_world(
-      2,
-      [](World&) {
-        const auto net = seeded(5, [] { return std::make_shared<Mlp>(3, 2, 5); });
-        auto sharded =
-            fully_shard(net, {.level = ShardLevel::kNone,
-                              .unit_bytes = 0,
-                              .bucket_bytes = 1 << 20,
-                              .precision = {.reduce_dtype = at::kChar, .error_feedback = false}});
-        net->forward(torch::ones({2, 3})).sum().backward();
-        for (const at::Tensor& param : net->parameters())
-          EXPECT_GT(sharded.full_grad(param).abs().max().item<float>(), 0);
-      },
-      std::chrono::seconds(30), Transport::kGloo);
+  run_over(Transport::kGloo, 2, [](World&) {
+    const auto net = seeded(5, [] { return std::make_shared<Mlp>(3, 2, 5); });
+    auto sharded =
+        fully_shard(net, {.level = ShardLevel::kNone,
+                          .unit_bytes = 0,
+                          .bucket_bytes = 1 << 20,
+                          .precision = {.reduce_dtype = at::kChar, .error_feedback = false}});
+    net->forward(torch::ones({2, 3})).sum().backward();
+    for (const at::Tensor& param : net->parameters())
+      EXPECT_GT(sharded.full_grad(param).abs().max().item<float>(), 0);
+  });
   ::mallopt(M_PERTURB, 0);
 }
 
@@ -234,7 +207,7 @@ TEST(Quantized, ErrorFeedbackBringsSmallGradientsAtEachLevel) {
   const auto run = [](World& world) {
     for (const ShardLevel level : kAllLevels) expect_small_gradients_to_arrive(world, level);
   };
-  for (const int ranks : {2, 3}) run_world(ranks, run, std::chrono::seconds(60), Transport::kGloo);
+  for (const int ranks : {2, 3}) run_over(Transport::kGloo, ranks, run, std::chrono::seconds(60));
   run_hosts(4, by_halves, run, std::chrono::seconds(60));
 }
 
@@ -267,5 +240,4 @@ TEST(Quantized, PlansThatContradictAreRefused) {
          {"must be a floating dtype, or kChar (int8); got Int"});
 }
 
-}  // namespace quantized_test
-}  // namespace tessera
+}  // namespace tessera::testing::quantized_test

@@ -8,12 +8,9 @@
 #include "support/autocast.h"
 #include "support/models.h"
 #include "support/norm_mlp.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace recomputed_training_test {
+namespace tessera::testing::recomputed_training_test {
 
-using namespace testing;
 using at::Tensor;
 
 constexpr int kSteps = 3;
@@ -250,5 +247,4 @@ TEST(RecomputedTraining, IsTheSameWithDistTensors) {
   }
 }
 
-}  // namespace recomputed_training_test
-}  // namespace tessera
+}  // namespace tessera::testing::recomputed_training_test

@@ -2,17 +2,11 @@
 #include <gtest/gtest.h>
 #include <tessera/comm/process_group_decorators.h>
 
-#include <chrono>
 #include <functional>
 #include <thread>
 
-#include "support/models.h"
-#include "support/run_world.h"
-
-namespace tessera {
-namespace reduction_order_test {
-
-using namespace testing;
+#include "support/counted_job.h"
+namespace tessera::testing::reduction_order_test {
 
 constexpr int kLayers = 4;
 constexpr int64_t kWidth = 37;
@@ -49,22 +43,12 @@ struct Tied : Net {
 std::vector<int64_t> reduced_in_backward(int ranks, bool has_unused) {
   std::vector<int64_t> calls;
   run_world(ranks, [&](World& world) {
-    const auto counter = counting_process_group(world.process_group());
-    const auto net = seeded(7, [&] { return std::make_shared<Tied>(has_unused); });
-    net->on_first_gradient = [&] {
-      if (world.rank() == 0) calls.push_back(counter->counts().reduce_scatter.calls);
+    TrainingRun run = run_by<Tied, torch::optim::SGD>(torch::optim::SGDOptions(0.1), has_unused);
+    CountedJob<Tied> job(run, world, {.level = ShardLevel::kGradients, .unit_bytes = kUnitBytes});
+    job.net->on_first_gradient = [&] {
+      if (world.rank() == 0) calls.push_back(job.shard->counts().reduce_scatter.calls);
     };
-    auto sharded = fully_shard(
-        net, {.level = ShardLevel::kGradients, .unit_bytes = kUnitBytes, .process_group = counter});
-    torch::optim::SGD sgd(sharded->parameters(), 0.1);
-    ShardedOptimizer optimizer(sharded, sgd);
-    for (int step = 0; step < 3; ++step) {
-      counter->reset_counts();
-      optimizer.zero_grad();
-      const Batch batch = global_batch(step, 12, kWidth, 5);
-      rank_loss(*net, batch, world.rank(), world.size(), step).backward();
-      optimizer.step();
-    }
+    for (int step = 0; step < 3; ++step) job.count_step(step);
   });
   return calls;
 }
@@ -94,44 +78,27 @@ TEST(ReductionOrder, RanksThatCompleteDifferentUnitsReduceTheSame) {
   };
   TrainingRun run = sgd_run<Half>();
   run.steps = 5;
-  for (const int ranks : {1, 2, 3, 4}) {
-    for (const ShardLevel level : kAllLevels) {
-      expect_parity(run, ranks, {.level = level, .unit_bytes = kUnitBytes}, "layers left out",
-                    {.fused = false}, ranks == 3 ? 2e-5 : 0);
-    }
-  }
+  for (const int ranks : {1, 2, 3, 4})
+    expect_parity_of_each(
+        run, ranks, cases_of(at_each_level({.unit_bytes = kUnitBytes}), ranks == 3 ? 2e-5 : 0));
 }
 
 TEST(ReductionOrder, GradientsMayBeClearedWhileTheyAreReduced) {
-  const TrainingRun run = sgd_run<Mlp>();
-  const auto train = [&](World& world, ShardLevel level, bool clears) {
-    auto net = run.make_net();
-    auto sharded = fully_shard(net, {.level = level, .unit_bytes = kUnitBytes});
-    torch::optim::SGD sgd(sharded->parameters(), 0.1);
-    ShardedOptimizer optimizer(sharded, sgd);
-    const auto backward = [&](int batch) {
-      rank_loss(*net, global_batch(batch, run.rows, run.in, run.out), world.rank(), world.size(),
-                batch)
-          .backward();
-    };
+  const auto train = [](World& world, const ShardPlan& plan, bool clears) {
+    ShardedJob job(sgd_run<Mlp>(), world, plan);
     for (int step = 0; step < 4; ++step) {
-      if (clears) backward(100 + step);
+      if (clears) job.backward(100 + step);
       // The ranks are not at the same point when they clear.
       if (clears && world.rank() == step % 2)
         std::this_thread::sleep_for(std::chrono::milliseconds(5));
-      optimizer.zero_grad();
-      backward(step);
-      optimizer.step();
+      job.step(step);
     }
-    return sharded.full_state();
+    return job.state();
   };
-  for (const int ranks : {2, 3}) {
-    run_world(ranks, [&](World& world) {
-      for (const ShardLevel level : kAllLevels)
-        expect_same_state(train(world, level, true), train(world, level, false), 0, "cleared");
-    });
-  }
+  on_worlds({2, 3}, at_each_level({.unit_bytes = kUnitBytes}),
+            [&](World& world, const ShardPlan& plan) {
+              expect_same_state(train(world, plan, true), train(world, plan, false), 0, "cleared");
+            });
 }
 
-}  // namespace reduction_order_test
-}  // namespace tessera
+}  // namespace tessera::testing::reduction_order_test

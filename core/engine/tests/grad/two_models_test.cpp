@@ -6,12 +6,8 @@
 #include <vector>
 
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace two_models_test {
-
-using namespace testing;
+namespace tessera::testing::two_models_test {
 
 constexpr int64_t kWidth = 8, kRows = 4;
 constexpr int kSteps = 4;
@@ -68,16 +64,15 @@ void train(World& world, ShardLevel level, const Pair& expected) {
 }
 
 TEST(TwoModels, MayBeUsedInOppositeOrders) {
+  std::vector<ShardPlan> kept = at_each_level();
+  kept.pop_back();  // parameters stay whole
   for (const int ranks : {2, 3}) {
     const auto expected = train_alone(ranks);
-    for (const Transport transport : {Transport::kGloo, Transport::kArena}) {
-      for (const ShardLevel level :
-           {ShardLevel::kNone, ShardLevel::kOptimizerState, ShardLevel::kGradients}) {
-        SCOPED_TRACE(fmt::format("{} ranks, level {}", ranks, static_cast<int>(level)));
-        run_world(
-            ranks, [&](World& world) { train(world, level, *expected); }, std::chrono::seconds(30),
-            transport);
-      }
+    for (const Transport transport : kTransports) {
+      on_worlds(
+          {ranks}, kept,
+          [&](World& world, const ShardPlan& plan) { train(world, plan.level, *expected); },
+          transport);
     }
   }
 }
@@ -85,15 +80,11 @@ TEST(TwoModels, MayBeUsedInOppositeOrders) {
 // Each rank waits for the other's gathers.
 TEST(TwoModels, WhoseParametersAreFreedMustBeUsedInOneOrder) {
   const auto expected = train_alone(2);
-  run_world(
-      2,
-      [&](World& world) {
-        expect_error([&] { train(world, ShardLevel::kParameters, *expected); },
-                     {"ranks wait for each other", "rank 0 waits for rank 1 in all_gather",
-                      "rank 1 waits for rank 0 in all_gather"});
-      },
-      std::chrono::seconds(30), Transport::kGloo);
+  run_over(Transport::kGloo, 2, [&](World& world) {
+    expect_error([&] { train(world, ShardLevel::kParameters, *expected); },
+                 {"ranks wait for each other", "rank 0 waits for rank 1 in all_gather",
+                  "rank 1 waits for rank 0 in all_gather"});
+  });
 }
 
-}  // namespace two_models_test
-}  // namespace tessera
+}  // namespace tessera::testing::two_models_test

@@ -8,14 +8,11 @@
 #include <torch/torch.h>
 
 #include "engine/model/sharded_state.h"
+#include "support/error_of.h"
 #include "support/models.h"
 #include "support/norm_mlp.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace dist_parameters_test {
-
-using namespace testing;
+namespace tessera::testing::dist_parameters_test {
 
 at::Tensor batch(int64_t rows, uint64_t seed) {
   return on_test_device(torch::randn({rows, 6}, at::make_generator<at::CPUGeneratorImpl>(seed)));
@@ -211,13 +208,13 @@ TEST(DistParameters, WhatDoesNotFitIsRefused) {
       return "no error";
     };
     nn::Linear linear(4, 4);
-    EXPECT_NE(message_of([&] { fully_shard(linear, {.mesh_dim = 0}); }).find("must be DistTensors"),
-              std::string::npos);
+    expect_contains(message_of([&] { fully_shard(linear, {.mesh_dim = 0}); }),
+                    {"must be DistTensors"});
     distribute_(linear->weight, mesh, {Shard{0}});
-    EXPECT_NE(message_of([&] { fully_shard(linear, {.mesh_dim = 0}); }).find("'weight' is placed"),
-              std::string::npos);
+    expect_contains(message_of([&] { fully_shard(linear, {.mesh_dim = 0}); }),
+                    {"'weight' is placed"});
     distribute_(linear->bias, DeviceMesh({2}, {1, 0}), {});
-    EXPECT_NE(message_of([&] { fully_shard(linear); }).find("on one mesh"), std::string::npos);
+    expect_contains(message_of([&] { fully_shard(linear); }), {"on one mesh"});
   });
 }
 
@@ -258,5 +255,4 @@ TEST(DistParameters, RanksWithPartsOfOtherSizesAreRefusedForTheSameReason) {
   });
 }
 
-}  // namespace dist_parameters_test
-}  // namespace tessera
+}  // namespace tessera::testing::dist_parameters_test

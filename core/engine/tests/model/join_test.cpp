@@ -3,13 +3,9 @@
 #include <gtest/gtest.h>
 #include <tessera/engine/exponential_average.h>
 
-#include "support/models.h"
-#include "support/run_world.h"
+#include "support/sharded_job.h"
 
-namespace tessera {
-namespace join_test {
-
-using namespace testing;
+namespace tessera::testing::join_test {
 
 constexpr int64_t kRows = 12, kIn = 37, kOut = 5;
 
@@ -63,61 +59,64 @@ std::vector<NamedTensor> train_alone(int ranks, const Options& options) {
   return plain_state(*net);
 }
 
-std::vector<NamedTensor> train_joined(World& world, const ShardPlan& plan, const Options& options) {
-  const auto net = make_mlp();
-  const auto inner = make_adamw(*net);
-  auto sharded = fully_shard(net, plan);
-  ShardedOptimizer optimizer(sharded, *inner, {.fused = false});
-  torch::optim::StepLR scheduler(*inner, 1, 0.7);
+TrainingRun joined_run() {
+  TrainingRun run = sgd_run<Mlp>();
+  run.make_optimizer = make_adamw;
+  return run;
+}
+struct Joined : ShardedJob<> {
+  explicit Joined(World& world, const ShardPlan& plan = {.level = ShardLevel::kGradients})
+      : ShardedJob(joined_run(), world, plan) {}
+};
+
+State train_joined(World& world, const ShardPlan& plan, const Options& options) {
+  Joined job(world, plan);
+  torch::optim::StepLR scheduler(*job.inner, 1, 0.7);
   const auto accumulate = [&](int step, int backwards) {
-    optimizer.zero_grad();
+    job.optimizer.zero_grad();
     for (int backward = 0; backward < backwards; ++backward) {
-      std::optional<ShardedModule::NoSync> local;
+      const int batch = step * 10 + backward;
       const bool is_last = backward + 1 == options.backwards;
-      if (options.reduces || (options.leaves && !is_last)) local.emplace(sharded.state());
-      const Batch batch = global_batch(step * 10 + backward, kRows, kIn, kOut);
-      rank_loss(*net, batch, world.rank(), world.size(), step).backward();
+      options.reduces || (options.leaves && !is_last) ? job.backward_without_sync(batch)
+                                                      : job.backward(batch);
     }
   };
   const auto take_step = [&](int step) {
     accumulate(step, options.backwards);
-    if (options.reduces) sharded.reduce();
-    if (options.clip > 0) optimizer.clip_grad_norm_(options.clip);
-    if (options.cycles) set_beta(*inner, step);
-    optimizer.step();
+    if (options.reduces) job.sharded.reduce();
+    if (options.clip > 0) job.optimizer.clip_grad_norm_(options.clip);
+    if (options.cycles) set_beta(*job.inner, step);
+    job.optimizer.step();
     if (options.schedules) scheduler.step();
   };
   const int joined = steps_of(world.size() - 1);
-  join(sharded, {&optimizer}, [&] {
+  join(job.sharded, {&job.optimizer}, [&] {
     const int steps = steps_of(world.rank());
     for (int step = 0; step < steps; ++step) take_step(step);
     if (options.leaves && steps < joined) accumulate(steps, 1);
   });
-  EXPECT_EQ(optimizer.steps(), joined);
+  EXPECT_EQ(job.optimizer.steps(), joined);
   for (int step = steps_of(world.rank()); step < joined && options.schedules; ++step)
     scheduler.step();
   for (int step = joined; step < joined + 2 && options.goes_on; ++step) take_step(step);
-  return sharded.full_state();
+  return job.state();
 }
 
+// At the levels at which parameters stay whole.
 void expect_as_one_process(const Options& options) {
-  for (const ShardLevel level :
-       {ShardLevel::kNone, ShardLevel::kOptimizerState, ShardLevel::kGradients}) {
-    for (const Partition partition : {Partition::kFlatEven, Partition::kWholeParam}) {
-      for (const int ranks : {1, 2, 3}) {
-        const auto expected = train_alone(ranks, options);
-        std::vector<std::vector<NamedTensor>> states(ranks);
-        run_world(ranks, [&](World& world) {
-          ShardPlan plan;
-          plan.level = level;
-          plan.partition = partition;
-          plan.unit_bytes = 3000;
-          states[world.rank()] = train_joined(world, plan, options);
-        });
-        for (const auto& state : states) {
-          expect_same_state(state, expected, 1e-5, std::to_string(ranks) + " ranks");
-          expect_same_state(state, states[0], 0, "replicas");
-        }
+  std::vector<ShardPlan> plans = with_each_partition({.unit_bytes = 3000});
+  std::erase_if(plans, [](const auto& plan) { return plan.level == ShardLevel::kParameters; });
+  for (const int ranks : {1, 2, 3}) {
+    const State expected = train_alone(ranks, options);
+    const auto states = results_of(ranks, [&](World& world) {
+      std::vector<State> of_plans;
+      for (const ShardPlan& plan : plans) of_plans.push_back(train_joined(world, plan, options));
+      return of_plans;
+    });
+    for (size_t i = 0; i < plans.size(); ++i) {
+      for (const auto& of_plans : states) {
+        expect_same_state(of_plans[i], expected, 1e-5, describe(ranks, plans[i]));
+        expect_same_state(of_plans[i], states[0][i], 0, "replicas");
       }
     }
   }
@@ -221,21 +220,15 @@ TEST(Join, RefusesGradientsThatTheProgramReduces) {
 
 TEST(Join, WithNoDataAtAll) {
   run_world(3, [](World& world) {
-    const auto net = make_mlp();
-    const auto inner = make_adamw(*net);
-    auto sharded = fully_shard(net, {.level = ShardLevel::kGradients});
-    ShardedOptimizer optimizer(sharded, *inner);
-    join(sharded, {&optimizer}, [] {});
-    join(sharded, {&optimizer}, [&] {
+    Joined job(world);
+    join(job.sharded, {&job.optimizer}, [] {});
+    join(job.sharded, {&job.optimizer}, [&] {
       if (world.rank() != 1) return;
-      rank_loss(*net, global_batch(0, kRows, kIn, kOut), 1, 3, 0).backward();
-      optimizer.step();
+      job.backward(0);
+      job.optimizer.step();
     });
-    EXPECT_EQ(optimizer.steps(), 1);
-    // Training goes on as usual.
-    optimizer.zero_grad();
-    rank_loss(*net, global_batch(0, kRows, kIn, kOut), world.rank(), 3, 0).backward();
-    optimizer.step();
+    EXPECT_EQ(job.optimizer.steps(), 1);
+    job.step(0);  // training goes on as usual
   });
 }
 
@@ -248,20 +241,16 @@ TEST(Join, WithGradientsThatTheLastRanksHaveDropped) {
   for (const ShardLevel level : {ShardLevel::kNone, ShardLevel::kGradients}) {
     for (const int cleared_by : {0, 1}) {
       run_world(2, [&](World& world) {
-        const auto net = make_mlp();
-        const auto inner = make_adamw(*net);
-        auto sharded = fully_shard(net, {.level = level, .unit_bytes = 3000});
-        ShardedOptimizer optimizer(sharded, *inner);
-        const auto backward = [&] { rank_loss(*net, batch, world.rank(), 2, 0).backward(); };
-        join(sharded, {&optimizer}, [&] {
-          backward();
+        Joined job(world, {.level = level, .unit_bytes = 3000});
+        join(job.sharded, {&job.optimizer}, [&] {
+          job.backward(0);
           if (world.rank() == 0) return;
-          cleared_by == 0 ? sharded.zero_grad() : optimizer.zero_grad();
+          cleared_by == 0 ? job.sharded.zero_grad() : job.optimizer.zero_grad();
         });
-        EXPECT_FALSE(sharded.has_grad(net->parameters()[0]));
-        backward();
-        optimizer.step();
-        expect_same_state(sharded.full_state(), plain_state(*plain), 1e-5, "after join()");
+        EXPECT_FALSE(job.sharded.has_grad(job.net->parameters()[0]));
+        job.backward(0);
+        job.optimizer.step();
+        expect_same_state(job.state(), plain_state(*plain), 1e-5, "after join()");
       });
     }
   }
@@ -269,27 +258,21 @@ TEST(Join, WithGradientsThatTheLastRanksHaveDropped) {
 
 TEST(Join, FailuresReachAllRanks) {
   run_world(2, [](World& world) {
-    const auto net = make_mlp();
-    const auto inner = make_adamw(*net);
-    auto sharded = fully_shard(net, {.level = ShardLevel::kGradients});
-    ShardedOptimizer optimizer(sharded, *inner);
-    const auto backward = [&] {
-      rank_loss(*net, global_batch(0, kRows, kIn, kOut), world.rank(), 2, 0).backward();
-    };
+    Joined job(world);
     const auto fail_on_rank_1 = [&] {
       if (world.rank() == 1) throw std::runtime_error("no more disk");
     };
     if (world.rank() == 1) {
-      EXPECT_THROW(join(sharded, {&optimizer}, fail_on_rank_1), std::runtime_error);
+      EXPECT_THROW(join(job.sharded, {&job.optimizer}, fail_on_rank_1), std::runtime_error);
     } else {
-      expect_error([&] { join(sharded, {&optimizer}, fail_on_rank_1); },
+      expect_error([&] { join(job.sharded, {&job.optimizer}, fail_on_rank_1); },
                    {"another rank has failed"});
     }
     expect_error(
         [&] {
-          join(sharded, {&optimizer}, [&] {
-            backward();
-            world.rank() == 0 ? optimizer.step() : backward();
+          join(job.sharded, {&job.optimizer}, [&] {
+            job.backward(0);
+            world.rank() == 0 ? job.optimizer.step() : job.backward(0);
           });
         },
         {"must make the same calls", "step()", "a backward"});
@@ -324,5 +307,4 @@ TEST(Join, RefusesWhatItCanNotDo) {
   });
 }
 
-}  // namespace join_test
-}  // namespace tessera
+}  // namespace tessera::testing::join_test

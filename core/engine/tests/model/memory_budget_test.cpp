@@ -1,7 +1,6 @@
 // A budget in bytes for everything, and the residency that it gives.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
-#include <tessera/comm/process_group_decorators.h>
 #include <tessera/trace/memory_tracer.h>
 
 #include <chrono>
@@ -10,14 +9,11 @@
 #include <set>
 #include <thread>
 
-#include "engine/model/sharded_state.h"
-#include "support/models.h"
-#include "support/run_world.h"
+#include "support/counted_job.h"
+#include "support/error_of.h"
 
-namespace tessera {
-namespace memory_budget_test {
+namespace tessera::testing::memory_budget_test {
 
-using namespace testing;
 using enum MemoryEvent;
 
 constexpr int64_t kWidth = 96, kLayers = 7, kUnit = kWidth * kWidth * 4;
@@ -40,28 +36,32 @@ struct MostlyFrozen : Net {
   std::vector<torch::nn::Linear> fcs;
 };
 
-struct Job {
-  Job(World& world, ShardPlan plan)
-      : counter(counting_process_group(world.process_group())),
-        net(seeded(5, [] { return std::make_shared<MostlyFrozen>(); })),
-        inner({net->fcs[0]->weight}, torch::optim::SGDOptions(0.1)) {
+struct Job : CountedJob<MostlyFrozen> {
+  Job(World& world, ShardPlan plan) : CountedJob(training(), world, each_a_unit(plan)) {}
+  static TrainingRun training() {
+    TrainingRun run = sgd_run<MostlyFrozen>();
+    run.make_optimizer = [](Net& net) {
+      return std::make_unique<torch::optim::SGD>(
+          std::vector{static_cast<MostlyFrozen&>(net).fcs[0]->weight},
+          torch::optim::SGDOptions(0.1));
+    };
+    return run;
+  }
+  static ShardPlan each_a_unit(ShardPlan plan) {
     plan.unit_bytes = 0;
-    plan.process_group = counter;
-    sharded = std::make_unique<Sharded<MostlyFrozen>>(fully_shard(net, plan));
-    optimizer = std::make_unique<ShardedOptimizer>(*sharded, inner,
-                                                   ShardedOptimizerOptions{.fused = false});
+    return plan;
   }
   void step(int i, int64_t rows = 2) {
     const torch::Tensor x = global_batch(i, rows, kWidth, 1).x;
-    optimizer->zero_grad();
+    optimizer.zero_grad();
     net->forward(x).square().mean().backward();
-    optimizer->step();
+    optimizer.step();
     let_gradients_go();
   }
   // Slow peers read gradients of this step until far into the next one, where they count, too.
   void let_gradients_go() {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-    for (const auto& gradients : sharded->state()->reducer().gradients()) {
+    for (const auto& gradients : sharded.state()->reducer().gradients()) {
       while (gradients->in_flight_nbytes() > 0) {
         ASSERT_LT(std::chrono::steady_clock::now(), deadline);
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -70,26 +70,20 @@ struct Job {
   }
   // All-gathers of a step, including those by which ranks agree.
   int64_t calls_of_a_step(int i) {
-    counter->reset_counts();
+    reset_counts();
     step(i);
-    return counter->counts().all_gather.calls;
+    return shard->counts().all_gather.calls;
   }
   // Gathers of units only. The first one happens at the end of the previous step.
   int64_t gathers_of_a_step(int i) {
-    const MemoryTracer tracer(*sharded);
+    const MemoryTracer tracer(sharded);
     for (int j = i; j < i + 2; ++j) step(j);
     return std::count_if(tracer.samples().begin(), tracer.samples().end(),
                          [](const MemorySample& sample) {
                            return sample.event == kGatherStarted && sample.step == 1;
                          });
   }
-  Residency& residency() { return sharded->state()->residency(); }
-
-  std::shared_ptr<CountingProcessGroup> counter;
-  std::shared_ptr<MostlyFrozen> net;
-  torch::optim::SGD inner;
-  std::unique_ptr<Sharded<MostlyFrozen>> sharded;
-  std::unique_ptr<ShardedOptimizer> optimizer;
+  Residency& residency() { return sharded.state()->residency(); }
 };
 
 int64_t most_of(const MemorySample& sample) { return sample.bytes.model() + sample.peak_other; }
@@ -114,7 +108,7 @@ int64_t measure_rest(int ranks, int prefetch) {
     std::vector<int64_t> rest(ranks);
     run_world(ranks, [&](World& world) {
       Job job(world, {.prefetch = prefetch});
-      const MemoryTracer tracer(*job.sharded);
+      const MemoryTracer tracer(job.sharded);
       for (int i = 0; i < 4; ++i) job.step(i);
       rest[world.rank()] = beside_gathered(tracer);
     });
@@ -174,9 +168,9 @@ TEST_P(MemoryBudgets, AsManyUnitsStayAsFitAndGathersAreTheFewestPossible) {
       const auto order = job.residency().order().joined();
       ASSERT_EQ(static_cast<int64_t>(order.size()), 2 * kLayers - 2);
       EXPECT_EQ(job.gathers_of_a_step(3), static_cast<int64_t>(fewest_gathers(order, k + 1)));
-      EXPECT_LE(job.sharded->memory().peak_unsharded, (k + 1) * kUnit);
+      EXPECT_LE(job.sharded.memory().peak_unsharded, (k + 1) * kUnit);
       // All memory stays within the budget, too.
-      const MemoryTracer tracer(*job.sharded);
+      const MemoryTracer tracer(job.sharded);
       for (int i = 5; i < 7; ++i) job.step(i);
       int64_t most_gathered = 0;
       for (const MemorySample& sample : tracer.samples()) {
@@ -194,7 +188,7 @@ TEST_P(MemoryBudgets, WithPrefetchTheUnitsAheadCountToo) {
     Job job(world, {.memory_budget = rest + 2 * kUnit + 3 * kUnit + kUnit / 2, .prefetch = 1});
     for (int i = 0; i < 4; ++i) job.step(i);
     EXPECT_EQ(job.residency().resident_bytes() / kUnit, 3);
-    EXPECT_LE(job.sharded->memory().peak_unsharded, 5 * kUnit);
+    EXPECT_LE(job.sharded.memory().peak_unsharded, 5 * kUnit);
   });
 }
 
@@ -205,7 +199,7 @@ TEST_P(MemoryBudgets, WithoutRoomForAllThatPrefetchAsksFewerUnitsAreGatheredAhea
   run_world(ranks(), [&](World& world) {
     Job job(world, {.memory_budget = rest + 3 * kUnit - kUnit / 8, .prefetch = 2});
     for (int i = 0; i < 3; ++i) job.step(i);
-    const MemoryTracer tracer(*job.sharded);
+    const MemoryTracer tracer(job.sharded);
     for (int i = 3; i < 5; ++i) job.step(i);
     int64_t most_gathered = 0;
     for (const MemorySample& sample : tracer.samples())
@@ -222,7 +216,7 @@ TEST_P(MemoryBudgets, WhatFitsWholeIsGatheredOnce) {
     EXPECT_EQ(job.residency().resident_bytes(), -1);
     job.step(1);
     EXPECT_EQ(job.calls_of_a_step(2), kLayers);
-    EXPECT_EQ(job.sharded->memory().peak_unsharded, kLayers * kUnit);
+    EXPECT_EQ(job.sharded.memory().peak_unsharded, kLayers * kUnit);
   });
 }
 
@@ -251,7 +245,7 @@ TEST_P(MemoryBudgets, ABudgetThatIsTooSmallFailsOnEveryRankAndSaysWhatIsNeeded) 
   for (const std::string& error : errors) EXPECT_EQ(error, errors[0]);
   for (const char* part : {"[memory_budget]", "rank 1 needs", "has 30000", "plan.memory_budget",
                            "unit 'fc", "parameters", "gradients", "optimizer state", "activations"})
-    EXPECT_NE(errors[0].find(part), std::string::npos) << part << " in " << errors[0];
+    expect_contains(errors[0], {part});
 }
 
 TEST(MemoryBudgets, ArgumentsAreChecked) {
@@ -286,24 +280,20 @@ TEST(MemoryBudgets, ALaterPassThatNeedsMoreMakesTheChoiceAgain) {
 // The limit that a budget leads to; none if it was too small.
 std::optional<int64_t> train_with(const TrainingRun& run, World& world, int64_t budget,
                                   const std::vector<NamedTensor>& expected) {
-  const auto net = run.make_net();
-  const auto inner = run.make_optimizer(*net);
-  auto sharded = fully_shard(net, {.unit_bytes = 6000, .memory_budget = budget});
-  ShardedOptimizer optimizer(sharded, *inner, {.fused = false});
+  ShardedJob job(run, world, {.unit_bytes = 6000, .memory_budget = budget});
   for (int step = 0; step < run.steps; ++step) {
-    optimizer.zero_grad();
-    rank_loss(*net, global_batch(step, run.rows, run.in, run.out), world.rank(), world.size(), step)
-        .backward();
+    job.optimizer.zero_grad();
+    job.backward(step);
     try {
-      optimizer.step();
+      job.optimizer.step();
     } catch (const c10::Error& error) {
       EXPECT_EQ(step, 0) << error.what_without_backtrace();
       return std::nullopt;
     }
   }
-  expect_same_state(sharded.full_state(), expected, tolerance_of(world.size()),
+  expect_same_state(job.state(), expected, tolerance_of(world.size()),
                     fmt::format("budget {}", budget));
-  return sharded.state()->residency().resident_bytes();
+  return job.sharded.state()->residency().resident_bytes();
 }
 
 TEST(MemoryBudgets, ResultsAreTheSameBitsWhateverTheBudget) {
@@ -329,7 +319,7 @@ TEST(MemoryBudgets, OnOneHostWithSharedMemoryNothingIsFreedAndTheBudgetIsOnlyChe
   run_arena(2, [&](World& world) {
     Job job(world, {.memory_budget = int64_t{1} << 30});
     for (int i = 0; i < 3; ++i) job.step(i);
-    EXPECT_EQ(job.sharded->memory().peak_unsharded, 0);
+    EXPECT_EQ(job.sharded.memory().peak_unsharded, 0);
     Job small(world, {.memory_budget = 20000});
     expect_error([&] { small.step(0); }, {"memory_budget", "gathered parameters 0"});
   });
@@ -337,21 +327,16 @@ TEST(MemoryBudgets, OnOneHostWithSharedMemoryNothingIsFreedAndTheBudgetIsOnlyChe
 
 TEST(MemoryBudgets, AccumulationAndATracerBesideIt) {
   run_world(2, [&](World& world) {
-    const auto net = seeded(3, [] { return std::make_shared<Mlp>(37, 4, 5); });
-    torch::optim::AdamW inner(net->parameters(), torch::optim::AdamWOptions(1e-3));
-    auto sharded = fully_shard(net, {.unit_bytes = 6000, .memory_budget = 150000});
-    ShardedOptimizer optimizer(sharded, inner);
-    const MemoryTracer tracer(sharded);
+    ShardedJob job(run_by<Mlp, torch::optim::AdamW>(torch::optim::AdamWOptions(1e-3), 37, 4, 5),
+                   world, {.unit_bytes = 6000, .memory_budget = 150000});
+    const MemoryTracer tracer(job.sharded);
     for (int step = 0; step < 4; ++step) {
-      optimizer.zero_grad();
-      for (int part = 0; part < 3; ++part) {
-        std::optional<ShardedModule::NoSync> guard;
-        if (part < 2) guard.emplace(sharded.state());
-        rank_loss(*net, global_batch(part, 12, 37, 5), world.rank(), world.size(), step).backward();
-      }
-      optimizer.step();
+      job.optimizer.zero_grad();
+      for (int part = 0; part < 2; ++part) job.backward_without_sync(part);
+      job.backward(2);
+      job.optimizer.step();
     }
-    EXPECT_NE(sharded.state()->residency().resident_bytes(), 0);
+    EXPECT_NE(job.sharded.state()->residency().resident_bytes(), 0);
     int64_t most = 0;
     for (const MemorySample& sample : tracer.samples()) {
       if (sample.step >= 2) most = std::max(most, most_of(sample));
@@ -360,5 +345,4 @@ TEST(MemoryBudgets, AccumulationAndATracerBesideIt) {
   });
 }
 
-}  // namespace memory_budget_test
-}  // namespace tessera
+}  // namespace tessera::testing::memory_budget_test

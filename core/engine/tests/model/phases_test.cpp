@@ -8,13 +8,9 @@
 
 #include "comm/group/progress.h"
 #include "support/models.h"
-#include "support/run_world.h"
 #include "support/scratch_directory.h"
 
-namespace tessera {
-namespace phases_test {
-
-using namespace testing;
+namespace tessera::testing::phases_test {
 
 using Phases = std::set<Phase>;
 
@@ -79,17 +75,12 @@ struct Job {
 // Whole models, and models of one unit, in which backward ends with the unit that forward uses
 // next.
 void on_plans(const std::function<void(Job&, const ShardPlan&)>& f) {
-  for (const ShardLevel level : kAllLevels) {
-    for (const int64_t unit_bytes : {300, 1 << 20}) {
-      run_world(
-          2,
-          [&](World& world) {
-            const ShardPlan plan{.level = level, .unit_bytes = unit_bytes};
-            Job job(world, plan);
-            f(job, plan);
-          },
-          std::chrono::seconds(30), Transport::kGloo);
-    }
+  for (const int64_t unit_bytes : {300, 1 << 20}) {
+    const auto on_rank = [&](World& world, const ShardPlan& plan) {
+      Job job(world, plan);
+      f(job, plan);
+    };
+    on_worlds({2}, at_each_level({.unit_bytes = unit_bytes}), on_rank, Transport::kGloo);
   }
 }
 
@@ -187,5 +178,4 @@ TEST(Phases, OfCheckpoints) {
   });
 }
 
-}  // namespace phases_test
-}  // namespace tessera
+}  // namespace tessera::testing::phases_test

@@ -6,12 +6,8 @@
 #include <gtest/gtest.h>
 
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace sharded_state_test {
-
-using namespace testing;
+namespace tessera::testing::sharded_state_test {
 
 std::shared_ptr<Mlp> make_mlp() {
   return seeded(7, [] { return std::make_shared<Mlp>(37, 2, 5); });
@@ -21,17 +17,8 @@ void backward(Mlp& net, World& world, int step) {
   rank_loss(net, global_batch(step, 12, 37, 5), world.rank(), world.size(), step).backward();
 }
 
-void on_worlds(const std::function<void(World&, const ShardPlan&)>& f,
-               std::vector<int> sizes = {1, 2, 3}) {
-  for (const int size : sizes) {
-    for (const auto level : kAllLevels) {
-      run_world(size, [&](World& world) {
-        SCOPED_TRACE(
-            fmt::format("rank {} of {}, level {}", world.rank(), size, static_cast<int>(level)));
-        f(world, {.level = level, .unit_bytes = 6000});
-      });
-    }
-  }
+void on_sizes(const std::function<void(World&, const ShardPlan&)>& f) {
+  on_worlds({1, 2, 3}, at_each_level({.unit_bytes = 6000}), f);
 }
 
 // The state of one process after backwards on these batches and a step.
@@ -48,7 +35,7 @@ std::vector<NamedTensor> stepped_alone(const std::vector<int>& batches, int size
 }
 
 TEST(GradientsAtTheWrap, CountAsThoseOfABackwardUnderNoSync) {
-  on_worlds([](World& world, const ShardPlan& plan) {
+  on_sizes([](World& world, const ShardPlan& plan) {
     const auto net = make_mlp();
     backward(*net, world, 0);
     auto sharded = fully_shard(net, plan);
@@ -63,7 +50,7 @@ TEST(GradientsAtTheWrap, CountAsThoseOfABackwardUnderNoSync) {
 }
 
 TEST(GradientsAtTheWrap, AreReducedByReduceAndForgottenByZeroGrad) {
-  on_worlds([](World& world, const ShardPlan& plan) {
+  on_sizes([](World& world, const ShardPlan& plan) {
     for (const bool clears : {false, true}) {
       const auto net = make_mlp();
       backward(*net, world, 0);
@@ -84,7 +71,7 @@ TEST(GradientsAtTheWrap, AreReducedByReduceAndForgottenByZeroGrad) {
 }
 
 TEST(GradientsAtTheWrap, OfSomeParametersOnSomeRanksAreKept) {
-  on_worlds([](World& world, const ShardPlan& plan) {
+  on_sizes([](World& world, const ShardPlan& plan) {
     const auto net = make_mlp();
     if (world.rank() == 0) net->head->weight.sum().backward();
     auto sharded = fully_shard(net, plan);
@@ -96,7 +83,7 @@ TEST(GradientsAtTheWrap, OfSomeParametersOnSomeRanksAreKept) {
 }
 
 TEST(GradientsAtTheWrap, ThatCantBeKeptAreRefusedOnAllRanks) {
-  on_worlds([](World& world, const ShardPlan& plan) {
+  on_sizes([](World& world, const ShardPlan& plan) {
     const auto last = world.size() - 1;
     const std::vector<std::function<torch::Tensor()>> gradients = {
         [] {
@@ -139,7 +126,7 @@ TEST(TensorsInAParametersMemory, AreRefusedOnAllRanksWithBothNames) {
       [](const auto& weight) {
         return torch::from_blob(weight.data_ptr(), {37}, [keep = weight.detach()](void*) {});
       }};
-  on_worlds([&](World& world, const ShardPlan& plan) {
+  on_sizes([&](World& world, const ShardPlan& plan) {
     for (size_t i = 0; i < aliases.size(); ++i) {
       for (const bool is_ignored : {false, true}) {
         SCOPED_TRACE(fmt::format("alias {}, ignored {}", i, is_ignored));
@@ -159,7 +146,7 @@ TEST(TensorsInAParametersMemory, AreRefusedOnAllRanksWithBothNames) {
 }
 
 TEST(TensorsInAParametersMemory, ThatAreViewsOfAShardedModelAreRefused) {
-  on_worlds([](World&, const ShardPlan& plan) {
+  on_sizes([](World&, const ShardPlan& plan) {
     const auto inner = make_mlp();
     fully_shard(inner, plan);
     const auto net = make_mlp();
@@ -169,7 +156,7 @@ TEST(TensorsInAParametersMemory, ThatAreViewsOfAShardedModelAreRefused) {
 }
 
 TEST(ParametersInOneMemory, OfTwoDtypesAreRefused) {
-  on_worlds([](World&, const ShardPlan& plan) {
+  on_sizes([](World&, const ShardPlan& plan) {
     // Counted in elements, one begins where the other ends.
     const auto net = make_mlp();
     const auto bytes = torch::zeros({400}, torch::kByte);
@@ -180,7 +167,7 @@ TEST(ParametersInOneMemory, OfTwoDtypesAreRefused) {
 }
 
 TEST(ParametersInOneMemory, ThatDoNotOverlapAreKept) {
-  on_worlds([](World& world, const ShardPlan& plan) {
+  on_sizes([](World& world, const ShardPlan& plan) {
     const auto build = [] {
       const auto net = make_mlp();
       const auto packed = on_test_device(torch::arange(37. * 37 + 37).to(torch::kFloat).mul_(1e-4));
@@ -198,7 +185,7 @@ TEST(ParametersInOneMemory, ThatDoNotOverlapAreKept) {
 
 // Statistics of batch norms are each rank's own, unless the plan synchronizes buffers.
 TEST(LoadFullState, TakesTheBuffersOfEachRank) {
-  on_worlds([](World& world, const ShardPlan& plan) {
+  on_sizes([](World& world, const ShardPlan& plan) {
     torch::nn::Sequential net(torch::nn::Linear(37, 5), torch::nn::BatchNorm1d(5));
     on_test_device(net);
     auto sharded = fully_shard(net.ptr(), plan);
@@ -216,7 +203,7 @@ TEST(LoadFullState, TakesTheBuffersOfEachRank) {
 }
 
 TEST(AParameterThatAnOperatorMade, IsRefusedWithItsName) {
-  on_worlds([](World&, const ShardPlan& plan) {
+  on_sizes([](World&, const ShardPlan& plan) {
     const auto net = make_mlp();
     const auto base = torch::ones({37}, torch::requires_grad());
     net->register_parameter("made", 2 * base);
@@ -224,5 +211,4 @@ TEST(AParameterThatAnOperatorMade, IsRefusedWithItsName) {
   });
 }
 
-}  // namespace sharded_state_test
-}  // namespace tessera
+}  // namespace tessera::testing::sharded_state_test

@@ -5,12 +5,9 @@
 #include <sstream>
 
 #include "support/models.h"
-#include "support/run_world.h"
+#include "support/sharded_job.h"
 
-namespace tessera {
-namespace arena_test {
-
-using namespace testing;
+namespace tessera::testing::arena_test {
 
 constexpr ShardLevel kSharedLevels[] = {ShardLevel::kOptimizerState, ShardLevel::kGradients,
                                         ShardLevel::kParameters};
@@ -33,50 +30,34 @@ std::string access_to(const void* address) {
   return "unmapped";
 }
 
-std::vector<NamedTensor> train(const TrainingRun& run, World& world, ShardLevel level) {
-  return train_sharded(run, world, {.level = level, .unit_bytes = 4000});
-}
-
 TEST(ArenaTraining, HasTheBitsOfGloo) {
-  const auto run = sgd_run<Mlp>();
+  const auto train = [](World& world) {
+    std::vector<State> states;
+    for (const ShardPlan& plan : at_each_level({.unit_bytes = 4000}))
+      states.push_back(train_sharded(sgd_run<Mlp>(), world, plan));
+    return states;
+  };
   for (const int ranks : {2, 3, 4}) {
-    for (const auto level : kAllLevels) {
-      std::vector<NamedTensor> arena, gloo;
-      run_arena(ranks, [&](World& world) {
-        auto state = train(run, world, level);
-        if (world.rank() == 1) arena = state;
-      });
-      run_world(
-          ranks,
-          [&](World& world) {
-            auto state = train(run, world, level);
-            if (world.rank() == 1) gloo = state;
-          },
-          std::chrono::seconds(30), Transport::kGloo);
-      expect_same_state(arena, gloo, 0, std::to_string(ranks) + " ranks");
-    }
+    const auto arena = results_of(ranks, train, Transport::kArena)[1];
+    const auto gloo = results_of(ranks, train, Transport::kGloo)[1];
+    for (size_t i = 0; i < gloo.size(); ++i)
+      expect_same_state(arena[i], gloo[i], 0, std::to_string(ranks) + " ranks");
   }
 }
 
 TEST(ArenaTraining, MixedPrecisionOffloadAndReplicasWorkInSharedMemory) {
-  const auto run = sgd_run<Mlp>();
-  std::vector<NamedTensor> arena, gloo;
-  for (const auto transport : {Transport::kArena, Transport::kGloo}) {
-    run_world(
-        4,
-        [&](World& world) {
-          const auto groups = world.hybrid_process_groups(2);
-          ShardPlan plan{.unit_bytes = 4000,
-                         .process_group = groups.shard,
-                         .replicate_group = groups.replicate,
-                         .precision = {.reduce_dtype = torch::kBFloat16},
-                         .offload = Offload::kHost};
-          auto state = train_sharded(run, world, plan);
-          if (world.rank() == 3) (transport == Transport::kArena ? arena : gloo) = state;
-        },
-        std::chrono::seconds(30), transport);
-  }
-  expect_same_state(arena, gloo, 0, "bfloat16 messages, offloaded, 2 x 2");
+  const auto train = [](World& world) {
+    const auto groups = world.hybrid_process_groups(2);
+    return train_sharded(sgd_run<Mlp>(), world,
+                         {.unit_bytes = 4000,
+                          .process_group = groups.shard,
+                          .replicate_group = groups.replicate,
+                          .precision = {.reduce_dtype = torch::kBFloat16},
+                          .offload = Offload::kHost});
+  };
+  expect_same_state(results_of(4, train, Transport::kArena)[3],
+                    results_of(4, train, Transport::kGloo)[3], 0,
+                    "bfloat16 messages, offloaded, 2 x 2");
 }
 
 TEST(ArenaTraining, KeepsOneCopyOfTheParametersForAllRanks) {
@@ -123,15 +104,15 @@ TEST(ArenaTraining, OperatorsThatWriteDoItOnce) {
   write(*plain);
   const auto expected = plain_state(*plain);
   const auto bias = plain->head->bias.detach().cpu();
-  for (const auto level : kAllLevels) {
-    run_arena(3, [&](World&) {
+  run_arena(3, [&](World&) {
+    for (const ShardPlan& plan : at_each_level({.unit_bytes = 3000})) {
       auto net = make_net();
-      auto sharded = fully_shard(net, {.level = level, .unit_bytes = 3000});
+      auto sharded = fully_shard(net, plan);
       write(*net);
       expect_same_state(sharded.full_state(), expected, 0, "written to three times");
       EXPECT_TRUE(same_values(net->head->bias * 1, bias));
-    });
-  }
+    }
+  });
 }
 
 TEST(ArenaTraining, AnOperatorThatFailsToWriteChangesNothing) {
@@ -151,22 +132,18 @@ TEST(ArenaTraining, AnOperatorThatFailsToWriteChangesNothing) {
 TEST(ArenaTraining, ARankThatStillReadsIsWaitedFor) {
   TESSERA_ON_HOST_ONLY("ranks that share no memory wait for one another in a gather");
   run_arena(2, [](World& world) {
-    auto net = make_net();
-    torch::optim::SGD inner(net->parameters(), 1000.0);
-    auto sharded = fully_shard(net);
-    ShardedOptimizer optimizer(sharded, inner);
+    ShardedJob<Mlp> job(run_by<Mlp, torch::optim::SGD>(torch::optim::SGDOptions(1000)), world);
     const auto x = torch::ones({4, 37});
-    const auto before = sharded.forward(x).detach().clone();
-    sharded.forward(x).sum().backward();
+    const auto before = job.sharded.forward(x).detach().clone();
+    job.sharded.forward(x).sum().backward();
     if (world.rank() == 1) {
       torch::NoGradGuard no_grad;
-      for (int i = 0; i < 20; ++i) EXPECT_TRUE(torch::equal(sharded.forward(x), before)) << i;
+      for (int i = 0; i < 20; ++i) EXPECT_TRUE(torch::equal(job.sharded.forward(x), before)) << i;
     }
-    optimizer.step();
+    job.optimizer.step();
     torch::NoGradGuard no_grad;
-    EXPECT_FALSE(torch::equal(sharded.forward(x), before));
+    EXPECT_FALSE(torch::equal(job.sharded.forward(x), before));
   });
 }
 
-}  // namespace arena_test
-}  // namespace tessera
+}  // namespace tessera::testing::arena_test

@@ -8,12 +8,9 @@
 #include "engine/model/sharded_state.h"
 #include "support/models.h"
 #include "support/recomputed_layer.h"
-#include "support/run_world.h"
+#include "support/sharded_job.h"
 
-namespace tessera {
-namespace bucket_test {
-
-using namespace testing;
+namespace tessera::testing::bucket_test {
 
 constexpr int64_t kWidth = 37, kOut = 5, kAll = int64_t{1} << 30;
 
@@ -76,32 +73,26 @@ struct Training {
   int shard_size = 0;  // with replicas
   bool clears_one = false;
 
-  std::vector<NamedTensor> operator()(World& world) const {
-    const TrainingRun run = kinds_run();
-    const auto net = run.make_net();
-    static_cast<Kinds&>(*net).alike = plan.level == ShardLevel::kParameters;
-    const auto inner = run.make_optimizer(*net);
+  State operator()(World& world) const {
     ShardPlan own = plan;
     if (shard_size > 0) {
       const auto groups = world.hybrid_process_groups(shard_size);
       own.process_group = groups.shard, own.replicate_group = groups.replicate;
     }
-    auto sharded = fully_shard(net, own);
-    ShardedOptimizer optimizer(sharded, *inner, {.fused = false});
+    ShardedJob<Kinds> job(kinds_run(), world, own);
+    job.net->alike = plan.level == ShardLevel::kParameters;
     for (int step = 0; step < 3; ++step) {
-      optimizer.zero_grad();
+      job.optimizer.zero_grad();
       for (size_t i = 0; i < backwards.size(); ++i) {
         std::optional<ShardedModule::NoSync> local;
-        if (backwards[i] == 0) local.emplace(sharded.state());
-        const Batch batch =
-            global_batch(10 * step + static_cast<int>(i), run.rows, run.in, run.out);
-        rank_loss(*net, batch, world.rank(), world.size(), step).backward();
+        if (backwards[i] == 0) local.emplace(job.sharded.state());
+        job.loss(10 * step + static_cast<int>(i), step).backward();
         // The reduction may still be under way.
-        if (clears_one) static_cast<Kinds&>(*net).wide->weight.mutable_grad().reset();
+        if (clears_one) job.net->wide->weight.mutable_grad().reset();
       }
-      optimizer.step();
+      job.optimizer.step();
     }
-    return sharded.full_state();
+    return job.state();
   }
 };
 
@@ -121,43 +112,33 @@ void expect_same_bits(int ranks, Transport transport, const std::vector<Case>& c
       trainings.back().plan.bucket_bytes = bucket_bytes;
     }
   }
-  // By training and rank.
-  std::vector<std::vector<std::vector<NamedTensor>>> states(
-      trainings.size(), std::vector<std::vector<NamedTensor>>(ranks));
-  run_world(
+  const auto states = results_of(
       ranks,
       [&](World& world) {
-        for (size_t i = 0; i < trainings.size(); ++i) states[i][world.rank()] = trainings[i](world);
+        std::vector<State> of_trainings;
+        for (const Training& training : trainings) of_trainings.push_back(training(world));
+        return of_trainings;
       },
-      std::chrono::seconds(30), transport);
+      transport);
   for (size_t i = 0; i < trainings.size(); ++i) {
     const size_t c = i / std::size(kBucketBytes);
-    const ShardPlan& plan = trainings[i].plan;
-    const auto what =
-        fmt::format("{}, {} ranks over {}, level {}, partition {}, units of {}, buckets of {}",
-                    cases[c].what, ranks, transport == Transport::kArena ? "arena" : "gloo",
-                    int(plan.level), int(plan.partition), *plan.unit_bytes, plan.bucket_bytes);
-    expect_same_state(states[i][0], states[c * std::size(kBucketBytes)][0], 0, what);
-    for (const auto& state : states[i])
-      expect_same_state(state, states[i][0], 0, what + ", replicas");
+    const auto what = fmt::format(
+        "{}, {} over {}, buckets of {}", cases[c].what, describe(ranks, trainings[i].plan),
+        transport == Transport::kArena ? "arena" : "gloo", kBucketBytes[i % 3]);
+    std::vector<State> of_ranks;
+    for (const auto& of_trainings : states) of_ranks.push_back(of_trainings[i]);
+    expect_same_states(of_ranks, states[0][c * std::size(kBucketBytes)], 0, what);
   }
 }
 
 class Buckets : public ::testing::TestWithParam<Transport> {};
-INSTANTIATE_TEST_SUITE_P(Over, Buckets, ::testing::Values(Transport::kGloo, Transport::kArena),
-                         [](const auto& info) {
-                           return info.param == Transport::kArena ? "Arena" : "Gloo";
-                         });
+INSTANTIATE_TEST_SUITE_P(Over, Buckets, ::testing::ValuesIn(kTransports), transport_of_test);
 
 TEST_P(Buckets, ChangeNoBitAtAnyLevelPartitionAndUnitSize) {
   std::vector<Case> cases;
-  for (const ShardLevel level : kAllLevels) {
-    for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
-      for (const int64_t unit_bytes : {0, 6000}) {
-        cases.push_back(
-            {{.plan = {.level = level, .partition = partition, .unit_bytes = unit_bytes}}});
-      }
-    }
+  for (const int64_t unit_bytes : {0, 6000}) {
+    for (const ShardPlan& plan : with_each_partition({.unit_bytes = unit_bytes}))
+      cases.push_back({{.plan = plan}});
   }
   for (const int ranks : {1, 2, 3}) expect_same_bits(ranks, GetParam(), cases);
 }
@@ -191,12 +172,9 @@ TEST_P(Buckets, ChangeNoBitWithReplicas) {
 
 TEST_P(Buckets, ChangeNoBitWhereOneGradientIsClearedWhileItIsReduced) {
   std::vector<Case> cases;
-  for (const ShardLevel level : kAllLevels) {
-    for (const Backwards& backwards : {Backwards{1}, {1, 1}}) {
-      cases.push_back(
-          {{.plan = {.level = level, .unit_bytes = 0}, .backwards = backwards, .clears_one = true},
-           "cleared"});
-    }
+  for (const ShardPlan& plan : at_each_level({.unit_bytes = 0})) {
+    for (const Backwards& backwards : {Backwards{1}, {1, 1}})
+      cases.push_back({{.plan = plan, .backwards = backwards, .clears_one = true}, "cleared"});
   }
   expect_same_bits(2, GetParam(), cases);
 }
@@ -212,41 +190,6 @@ TEST_P(Buckets, ChangeNoBitOfOtherDtypes) {
   expect_same_bits(3, GetParam(), cases);
 }
 
-// A layer that one rank uses alone.
-struct Branch : Net {
-  torch::Tensor forward(torch::Tensor x) override {
-    x = torch::gelu(first(x));
-    if (rank == step % 2) x = x + sometimes(x);
-    return last(x);
-  }
-  torch::nn::Linear first = register_module("first", torch::nn::Linear(kWidth, kWidth));
-  torch::nn::Linear sometimes = register_module("sometimes", torch::nn::Linear(kWidth, kWidth));
-  torch::nn::Linear last = register_module("last", torch::nn::Linear(kWidth, kOut));
-};
-
-// Expects the result of one process with buckets of two units, and of all.
-void expect_as_alone(const TrainingRun& run, Transport transport,
-                     const std::function<double(int ranks)>& tolerance) {
-  for (const int ranks : {1, 2, 3}) {
-    const auto expected = train_alone(run, ranks);
-    const auto compare = [&](World& world) {
-      for (const ShardLevel level : kAllLevels) {
-        for (const int64_t bucket_bytes : {int64_t{8000}, kAll}) {
-          const auto state = train_sharded(
-              run, world, {.level = level, .unit_bytes = 0, .bucket_bytes = bucket_bytes});
-          expect_same_state(state, expected, tolerance(ranks),
-                            fmt::format("{} ranks, level {}", ranks, int(level)));
-        }
-      }
-    };
-    run_world(ranks, compare, std::chrono::seconds(30), transport);
-  }
-}
-
-TEST_P(Buckets, RanksMayDifferInWhatTheyUse) {
-  expect_as_alone(sgd_run<Branch>(), GetParam(), tolerance_of);
-}
-
 struct UsedAgain : Net {
   torch::Tensor forward(torch::Tensor x) override {
     x = torch::gelu(RecomputedLayer::apply(torch::gelu(first(x)), layer));
@@ -259,44 +202,39 @@ struct UsedAgain : Net {
 
 // One of two layers in a bucket is late.
 TEST_P(Buckets, GradientsThatComeAfterTheirBucketWasSentAreAdded) {
-  expect_as_alone(sgd_run<UsedAgain>(), GetParam(), [](int) { return 2e-6; });
+  std::vector<ParityCase> cases;
+  for (ShardPlan plan : at_each_level({.unit_bytes = 0})) {
+    for (const int64_t bucket_bytes : {int64_t{8000}, kAll}) {  // of two units, and of all
+      plan.bucket_bytes = bucket_bytes;
+      cases.push_back({.plan = plan, .tolerance = 2e-6});
+    }
+  }
+  for (const int ranks : {1, 2, 3})
+    expect_parity_of_each(sgd_run<UsedAgain>(), ranks, cases, GetParam());
 }
 
 TEST_P(Buckets, RanksMayTakeDifferentNumbersOfSteps) {
-  for (const int64_t bucket_bytes : {int64_t{0}, kAll}) {
-    run_world(
-        3,
-        [&](World& world) {
-          const TrainingRun run = sgd_run<Mlp>(kWidth, 3, kOut);
-          const auto net = run.make_net();
-          const auto inner = run.make_optimizer(*net);
-          auto sharded = fully_shard(
-              net,
-              {.level = ShardLevel::kGradients, .unit_bytes = 3000, .bucket_bytes = bucket_bytes});
-          ShardedOptimizer optimizer(sharded, *inner, {.fused = false});
-          join(sharded, {&optimizer}, [&] {
-            for (int step = 0; step < 1 + 2 * world.rank(); ++step) {
-              optimizer.zero_grad();
-              const Batch batch = global_batch(step, run.rows, run.in, run.out);
-              rank_loss(*net, batch, world.rank(), 3, step).backward();
-              optimizer.step();
-            }
-          });
-          EXPECT_EQ(optimizer.steps(), 5);
-          // As one process in which ranks that are done contribute nothing.
-          const auto alone = run.make_net();
-          const auto plain = run.make_optimizer(*alone);
-          for (int step = 0; step < 5; ++step) {
-            plain->zero_grad();
-            const Batch batch = global_batch(step, run.rows, run.in, run.out);
-            for (int rank = 0; rank < 3; ++rank)
-              if (step < 1 + 2 * rank) (rank_loss(*alone, batch, rank, 3, step) / 3).backward();
-            plain->step();
-          }
-          expect_same_state(sharded.full_state(), plain_state(*alone), 2e-6, "joined");
-        },
-        std::chrono::seconds(30), GetParam());
+  const TrainingRun run = sgd_run<Mlp>(kWidth, 3, kOut);
+  // One process, in which ranks that are done contribute nothing.
+  const auto alone = run.make_net();
+  const auto plain = run.make_optimizer(*alone);
+  for (int step = 0; step < 5; ++step) {
+    plain->zero_grad();
+    const Batch batch = global_batch(step, run.rows, run.in, run.out);
+    for (int rank = 0; rank < 3; ++rank)
+      if (step < 1 + 2 * rank) (rank_loss(*alone, batch, rank, 3, step) / 3).backward();
+    plain->step();
   }
+  run_over(GetParam(), 3, [&](World& world) {
+    for (const int64_t bucket_bytes : {int64_t{0}, kAll}) {
+      ShardedJob job(
+          run, world,
+          {.level = ShardLevel::kGradients, .unit_bytes = 3000, .bucket_bytes = bucket_bytes});
+      join(job.sharded, {&job.optimizer}, [&] { job.train(0, 1 + 2 * world.rank()); });
+      EXPECT_EQ(job.optimizer.steps(), 5);
+      expect_same_state(job.state(), plain_state(*alone), 2e-6, "joined");
+    }
+  });
 }
 
 // --- traffic
@@ -313,48 +251,38 @@ Counted count_step(int ranks, const ShardPlan& wanted, int backwards = 1) {
     const auto counter = counting_process_group(world.process_group());
     ShardPlan plan = wanted;
     plan.process_group = counter;
-    const TrainingRun run = sgd_run<Mlp>(kWidth, 4, kOut);
-    const auto net = run.make_net();
-    const auto inner = run.make_optimizer(*net);
-    auto sharded = fully_shard(net, plan);
-    ShardedOptimizer optimizer(sharded, *inner);
+    ShardedJob job(sgd_run<Mlp>(kWidth, 4, kOut), world, plan, {});
     for (int step = 0; step < 3; ++step) {
       counter->reset_counts();
-      optimizer.zero_grad();
-      for (int i = 0; i < backwards; ++i) {
-        const Batch batch = global_batch(step, run.rows, run.in, run.out);
-        rank_loss(*net, batch, world.rank(), world.size(), step).backward();
-      }
-      optimizer.step();
+      job.optimizer.zero_grad();
+      for (int i = 0; i < backwards; ++i) job.backward(step);
+      job.optimizer.step();
     }
     if (world.rank() != 0) return;
-    counted = {counter->counts(), static_cast<int64_t>(sharded.state()->units().size()),
-               optimizer.memory()};
+    counted = {counter->counts(), static_cast<int64_t>(job.sharded.state()->units().size()),
+               job.optimizer.memory()};
   });
   return counted;
 }
 
 TEST(BucketTraffic, ABucketThatHoldsAllIsOneReductionABackwardOfTheSameBytes) {
   for (const int ranks : {2, 3}) {
-    for (const ShardLevel level : kAllLevels) {
-      for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
-        ShardPlan plan{.level = level, .partition = partition, .unit_bytes = 0};
-        const auto apart = count_step(ranks, plan, 2);
-        plan.bucket_bytes = kAll;
-        const auto together = count_step(ranks, plan, 2);
-        EXPECT_EQ(apart.counts.reduce_scatter.calls, 2 * apart.units);
-        EXPECT_GT(apart.units, 10);
-        EXPECT_EQ(together.counts.reduce_scatter.calls, 2);
-        EXPECT_EQ(together.counts.bytes_sent(), apart.counts.bytes_sent());
-        // At kNone, the reduction of a unit by itself may gather its sums.
-        if (level != ShardLevel::kNone || !tests_on_host()) {
-          EXPECT_EQ(together.counts.reduce_scatter.bytes_sent,
-                    apart.counts.reduce_scatter.bytes_sent);
-          EXPECT_EQ(together.counts.all_gather.calls, apart.counts.all_gather.calls);
-        }
-        EXPECT_EQ(together.counts.all_reduce.calls, apart.counts.all_reduce.calls);
-        EXPECT_EQ(together.memory.gradients, apart.memory.gradients);
+    for (ShardPlan plan : with_each_partition({.unit_bytes = 0})) {
+      const auto apart = count_step(ranks, plan, 2);
+      plan.bucket_bytes = kAll;
+      const auto together = count_step(ranks, plan, 2);
+      EXPECT_EQ(apart.counts.reduce_scatter.calls, 2 * apart.units);
+      EXPECT_GT(apart.units, 10);
+      EXPECT_EQ(together.counts.reduce_scatter.calls, 2);
+      EXPECT_EQ(together.counts.bytes_sent(), apart.counts.bytes_sent());
+      // At kNone, the reduction of a unit by itself may gather its sums.
+      if (plan.level != ShardLevel::kNone || !tests_on_host()) {
+        EXPECT_EQ(together.counts.reduce_scatter.bytes_sent,
+                  apart.counts.reduce_scatter.bytes_sent);
+        EXPECT_EQ(together.counts.all_gather.calls, apart.counts.all_gather.calls);
       }
+      EXPECT_EQ(together.counts.all_reduce.calls, apart.counts.all_reduce.calls);
+      EXPECT_EQ(together.memory.gradients, apart.memory.gradients);
     }
   }
 }
@@ -363,18 +291,13 @@ TEST(BucketTraffic, ReplicasAddUpABucketInOneCollective) {
   run_world(4, [](World& world) {
     const auto groups = world.hybrid_process_groups(2);
     const auto across = counting_process_group(groups.replicate);
-    const TrainingRun run = sgd_run<Mlp>(kWidth, 4, kOut);
-    const auto net = run.make_net();
-    const auto inner = run.make_optimizer(*net);
-    auto sharded = fully_shard(net, {.unit_bytes = 0,
-                                     .bucket_bytes = kAll,
-                                     .process_group = groups.shard,
-                                     .replicate_group = across});
-    ShardedOptimizer optimizer(sharded, *inner);
+    ShardedJob job(sgd_run<Mlp>(kWidth, 4, kOut), world,
+                   {.unit_bytes = 0,
+                    .bucket_bytes = kAll,
+                    .process_group = groups.shard,
+                    .replicate_group = across});
     across->reset_counts();
-    const Batch batch = global_batch(0, run.rows, run.in, run.out);
-    rank_loss(*net, batch, world.rank(), 4, 0).backward();
-    optimizer.step();
+    job.step(0);
     EXPECT_EQ(across->counts().all_reduce.calls, 2) << "the bucket, and which were used";
   });
 }
@@ -421,5 +344,4 @@ TEST(BucketTraffic, WholeGradientsInFlightAreThoseOfABucketOrTwo) {
   EXPECT_LE(counted.memory.peak_in_flight, 3 * 6000);
 }
 
-}  // namespace bucket_test
-}  // namespace tessera
+}  // namespace tessera::testing::bucket_test

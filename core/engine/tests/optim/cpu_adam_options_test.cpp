@@ -3,8 +3,7 @@
 
 #include "support/models.h"
 
-namespace tessera {
-namespace cpu_adam_options_test {
+namespace tessera::cpu_adam_options_test {
 
 using torch::Tensor;
 using torch::optim::OptimizerParamGroup;
@@ -75,5 +74,4 @@ TEST(CPUAdamOptions, OutOfRangeAreRefused) {
   EXPECT_EQ(good.param_groups().size(), 1u);
 }
 
-}  // namespace cpu_adam_options_test
-}  // namespace tessera
+}  // namespace tessera::cpu_adam_options_test

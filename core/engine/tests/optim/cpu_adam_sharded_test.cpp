@@ -6,17 +6,14 @@
 
 #include "engine/optim/param_state.h"
 #include "support/models.h"
-#include "support/run_world.h"
 #include "support/scratch_directory.h"
+#include "support/sharded_job.h"
 
-namespace tessera {
-namespace cpu_adam_sharded_test {
+namespace tessera::testing::cpu_adam_sharded_test {
 
-using namespace testing;
 using torch::Tensor;
 
-constexpr int64_t kWidth = 37, kRows = 12, kOut = 5;
-constexpr Partition kPartitions[] = {Partition::kFlatEven, Partition::kWholeParam};
+constexpr int64_t kWidth = 37, kOut = 5;
 
 // Weights and biases in groups with different options.
 std::unique_ptr<torch::optim::Optimizer> make_adam(Net& net) {
@@ -40,30 +37,18 @@ TrainingRun adam_run() {
 // not those of the host's kernel.
 double unless_on_host(double tolerance) { return tests_on_host() ? 0 : tolerance; }
 
-std::string describe(int ranks, const ShardPlan& plan) {
-  return fmt::format("{} ranks, level {}, partition {}, offload {}", ranks,
-                     static_cast<int>(plan.level), static_cast<int>(plan.partition),
-                     static_cast<int>(plan.offload));
-}
-
 TEST(ShardedCPUAdam, GivesTheBitsOfOneProcessAtEveryLevelAndPlace) {
   const ScratchDirectory directory;
   for (const int ranks : {1, 2, 3}) {
     std::vector<ParityCase> cases;
-    for (const ShardLevel level : kAllLevels) {
-      for (const Partition partition : kPartitions) {
-        for (const auto offload : {Offload::kNone, Offload::kHost, Offload::kDirectory}) {
-          const ShardPlan plan{.level = level,
-                               .partition = partition,
-                               .unit_bytes = 6000,
-                               .offload = offload,
-                               .offload_directory = directory.path_for(offload)};
-          // Whether LibTorch's kernels may be used does not matter.
-          cases.push_back({plan,
-                           describe(ranks, plan),
-                           {.fused = offload == Offload::kNone},
-                           ranks == 3 ? 1e-4 : unless_on_host(1e-4)});
-        }
+    for (const ShardPlan& plan : with_each_partition({.unit_bytes = 6000})) {
+      for (const auto offload : {Offload::kNone, Offload::kHost, Offload::kDirectory}) {
+        // Whether LibTorch's kernels may be used does not matter.
+        cases.push_back({.plan = plan,
+                         .options = {.fused = offload == Offload::kNone},
+                         .tolerance = ranks == 3 ? 1e-4 : unless_on_host(1e-4)});
+        cases.back().plan.offload = offload;
+        cases.back().plan.offload_directory = directory.path_for(offload);
       }
     }
     expect_parity_of_each(adam_run(), ranks, cases);
@@ -71,41 +56,22 @@ TEST(ShardedCPUAdam, GivesTheBitsOfOneProcessAtEveryLevelAndPlace) {
 }
 
 // A model whose parameters are narrow and have no masters: state is wider than they are.
-struct NarrowJob {
-  NarrowJob(World& world, ShardPlan plan) : world(world) {
-    net = seeded(3, [] { return std::make_shared<Mlp>(kWidth, 2, kOut); });
-    net->to(torch::kBFloat16);
-    inner = make_adam(*net);
-    sharded = std::make_unique<Sharded<Mlp>>(fully_shard(net, plan));
-    optimizer = std::make_unique<ShardedOptimizer>(*sharded, *inner);
-  }
-  void train(int first, int last) {
-    for (int step = first; step < last; ++step) {
-      const Batch batch = global_batch(step, kRows, kWidth, kOut);
-      optimizer->zero_grad();
-      const auto out =
-          net->forward(rows_of(batch.x, world.rank(), world.size()).to(torch::kBFloat16));
-      out.to(torch::kFloat).pow(2).mean().backward();
-      optimizer->step();
-    }
-  }
-  World& world;
-  std::shared_ptr<Mlp> net;
-  std::unique_ptr<torch::optim::Optimizer> inner;
-  std::unique_ptr<Sharded<Mlp>> sharded;
-  std::unique_ptr<ShardedOptimizer> optimizer;
-};
+TrainingRun narrow_run() {
+  TrainingRun run = in_dtype(sgd_run<Mlp>(kWidth, 2, kOut), torch::kBFloat16);
+  run.make_optimizer = make_adam;
+  return run;
+}
 
 TEST(ShardedCPUAdam, OfNarrowParametersKeepsFloatStateWhereItBelongs) {
   const ScratchDirectory directory;
   for (const int ranks : {1, 2}) {
     run_world(ranks, [&](World& world) {
-      NarrowJob expected(world, {.level = ShardLevel::kNone});
+      ShardedJob expected(narrow_run(), world, {.level = ShardLevel::kNone});
       expected.train(0, 3);
       int64_t numel = 0;
       for (const auto& param : expected.net->parameters()) numel += param.numel();
-      EXPECT_EQ(expected.optimizer->memory().optimizer_state, 8 * numel);
-      const auto dict = full_state_dict(*expected.optimizer, -1);
+      EXPECT_EQ(expected.optimizer.memory().optimizer_state, 8 * numel);
+      const auto dict = full_state_dict(expected.optimizer, -1);
       for (const auto offload : {Offload::kNone, Offload::kHost, Offload::kDirectory}) {
         for (const Partition partition : kPartitions) {
           const ShardPlan plan{.partition = partition,
@@ -113,11 +79,10 @@ TEST(ShardedCPUAdam, OfNarrowParametersKeepsFloatStateWhereItBelongs) {
                                .offload = offload,
                                .offload_directory = directory.path_for(offload)};
           const std::string what = describe(ranks, plan);
-          NarrowJob job(world, plan);
+          ShardedJob job(narrow_run(), world, plan);
           job.train(0, 3);
-          expect_same_state(job.sharded->full_state(), expected.sharded->full_state(),
-                            unless_on_host(2e-2), what);
-          const auto own = full_state_dict(*job.optimizer, -1);
+          expect_same_state(job.state(), expected.state(), unless_on_host(2e-2), what);
+          const auto own = full_state_dict(job.optimizer, -1);
           ASSERT_EQ(own.state.size(), dict.state.size());
           for (const auto& [number, values] : dict.state) {
             for (const char* name : {"exp_avg", "exp_avg_sq"}) {
@@ -149,87 +114,37 @@ TEST(ShardedCPUAdam, WholeNarrowStateLetsAnotherWorldTrainOn) {
   OptimizerStateDict dict;
   std::vector<NamedTensor> state, later;
   run_world(2, [&](World& world) {
-    NarrowJob job(world, {.unit_bytes = 3000});
+    ShardedJob job(narrow_run(), world, {.unit_bytes = 3000});
     job.train(0, 2);
-    auto own = on_host(full_state_dict(*job.optimizer));
-    const auto start = on_host(job.sharded->full_state());
+    auto own = on_host(full_state_dict(job.optimizer));
+    const auto start = on_host(job.state());
     job.train(2, 4);
-    const auto end = on_host(job.sharded->full_state());
+    const auto end = on_host(job.state());
     if (world.rank() == 0) dict = std::move(own), state = start, later = end;
   });
   run_world(2, [&](World& world) {
-    NarrowJob job(world, {.level = ShardLevel::kGradients, .partition = Partition::kWholeParam});
+    ShardedJob job(narrow_run(), world,
+                   {.level = ShardLevel::kGradients, .partition = Partition::kWholeParam});
     job.train(7, 8);
-    load_full_state_dict(*job.optimizer, dict);
-    job.sharded->load_full_state(state);
+    load_full_state_dict(job.optimizer, dict);
+    job.sharded.load_full_state(state);
     job.train(2, 4);
-    expect_same_state(job.sharded->full_state(), later, unless_on_host(2e-2), "trained on");
+    expect_same_state(job.state(), later, unless_on_host(2e-2), "trained on");
   });
 }
 
 TEST(ShardedCPUAdam, StepsMastersAsThoseOfOneProcess) {
-  for (const ShardLevel level : kAllLevels) {
-    run_world(2, [&](World& world) {
-      std::vector<std::vector<NamedTensor>> states;
-      for (const auto at_level : {ShardLevel::kNone, level}) {
-        NarrowJob job(
-            world,
-            {.level = at_level, .unit_bytes = 3000, .precision = {.master_dtype = at::kFloat}});
-        job.train(0, 3);
-        states.push_back(job.sharded->full_state());
-      }
-      expect_same_state(states[1], states[0], 0, fmt::format("level {}", int(level)));
-    });
-  }
-}
-
-TEST(ShardedCPUAdam, SchedulersSetItsRate) {
-  const auto train = [](Net& net, torch::optim::Optimizer& inner, ShardedOptimizer* sharded,
-                        int rank, int size) {
-    torch::optim::StepLR scheduler(inner, 2, 0.5);
-    for (int step = 0; step < 5; ++step) {
-      sharded ? sharded->zero_grad() : inner.zero_grad();
-      rank_loss(net, global_batch(step, kRows, kWidth, kOut), rank, size, step).backward();
-      sharded ? sharded->step() : (void)inner.step();
-      scheduler.step();
-    }
-    EXPECT_DOUBLE_EQ(inner.param_groups()[1].options().get_lr(), 3e-2 * 0.25);
-  };
-  const auto make = [] { return seeded(7, [] { return std::make_shared<Mlp>(kWidth, 2, kOut); }); };
-  const auto alone = make();
-  train(*alone, *make_adam(*alone), nullptr, 0, 1);
+  const TrainingRun run = narrow_run();
   run_world(2, [&](World& world) {
-    const auto net = make();
-    const auto inner = make_adam(*net);
-    auto sharded = fully_shard(net);
-    ShardedOptimizer optimizer(sharded, *inner);
-    train(*net, *inner, &optimizer, world.rank(), 2);
-    expect_same_state(sharded.full_state(), plain_state(*alone), 1e-4, "scheduled");
+    std::vector<State> states;
+    for (const ShardPlan& plan :
+         at_each_level({.unit_bytes = 3000, .precision = {.master_dtype = at::kFloat}})) {
+      ShardedJob job(run, world, plan);
+      job.train(0, 3);
+      states.push_back(job.state());
+    }
+    expect_same_states(states, states[0], 0, "levels");
   });
-}
-
-TEST(ShardedCPUAdam, AnOverflowOnOneRankSkipsTheStepOnAll) {
-  for (const auto offload : {Offload::kNone, Offload::kHost}) {
-    run_world(3, [&](World& world) {
-      NarrowJob job(world, {.unit_bytes = 3000, .offload = offload});
-      job.train(0, 1);
-      const auto before = job.sharded->full_state();
-      GradScaler scaler({.init_scale = 8});
-      for (const bool overflows : {true, false}) {
-        job.optimizer->zero_grad();
-        Tensor x = torch::ones({2, kWidth}, at::dtype(at::kBFloat16).device(test_device()));
-        auto loss = job.net->forward(x).to(at::kFloat).sum();
-        if (overflows && world.rank() == 2) loss = loss * std::numeric_limits<float>::infinity();
-        scaler.scale(loss).backward();
-        EXPECT_EQ(scaler.step(*job.optimizer), !overflows);
-        scaler.update();
-        if (overflows) expect_same_state(job.sharded->full_state(), before, 0, "skipped");
-      }
-      EXPECT_EQ(job.optimizer->steps(), 2);
-      for (const auto& item : job.inner->state())
-        EXPECT_EQ(static_cast<CPUAdamParamState&>(*item.second).step(), 2);
-    });
-  }
 }
 
 // Parameters that are DistTensors, with state placed like them or otherwise.
@@ -269,5 +184,4 @@ TEST(ShardedCPUAdam, StepsDistTensorsWhereTheirStateLies) {
   }
 }
 
-}  // namespace cpu_adam_sharded_test
-}  // namespace tessera
+}  // namespace tessera::testing::cpu_adam_sharded_test

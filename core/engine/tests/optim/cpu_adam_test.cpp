@@ -7,12 +7,9 @@
 #include "engine/optim/cpu_adam_step.h"
 #include "engine/optim/param_state.h"
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace cpu_adam_test {
+namespace tessera::testing::cpu_adam_test {
 
-using namespace testing;
 using torch::Tensor;
 
 constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf};
@@ -354,5 +351,4 @@ TEST(CPUAdam, RefusesWhatItCannotStepAndChangesNothing) {
   EXPECT_TRUE(adam.state().empty() && integers.state().empty());
 }
 
-}  // namespace cpu_adam_test
-}  // namespace tessera
+}  // namespace tessera::testing::cpu_adam_test

@@ -7,43 +7,28 @@
 #include "engine/model/sharded_state.h"
 #include "support/error_of.h"
 #include "support/models.h"
-#include "support/run_world.h"
 #include "support/scratch_directory.h"
+#include "support/sharded_job.h"
 
-namespace tessera::testing {
-namespace exponential_average_test {
+namespace tessera::testing::exponential_average_test {
 
 constexpr double kDecay = 0.75;  // exact in float, and so is 1 - kDecay
 
-std::shared_ptr<Mlp> make_net(torch::Dtype dtype) {
-  auto net = seeded(3, [] { return std::make_shared<Mlp>(); });
-  net->to(dtype);
-  return net;
+TrainingRun run_in(torch::Dtype dtype) {
+  return in_dtype(run_by<Mlp, torch::optim::SGD>(torch::optim::SGDOptions(0.1)), dtype);
 }
 
-struct Job {
-  explicit Job(const ShardPlan& plan, torch::Dtype dtype = torch::kFloat)
-      : net(make_net(dtype)),
-        sharded(fully_shard(net, plan)),
-        sgd(net->parameters(), torch::optim::SGDOptions(0.1)),
-        optimizer(sharded, sgd),
-        average(sharded, kDecay) {}
+struct Job : ShardedJob<Mlp> {
+  explicit Job(World& world, const ShardPlan& plan = {}, torch::Dtype dtype = torch::kFloat)
+      : ShardedJob(run_in(dtype), world, plan), average(sharded, kDecay) {}
 
   void train(int first, int last) {
-    for (int step = first; step < last; ++step) {
-      const Batch batch = global_batch(step, 12, 37, 5);
-      optimizer.zero_grad();
-      const torch::Tensor x = batch.x.to(net->head->weight.scalar_type());
-      torch::mse_loss(net->forward(x).to(torch::kFloat), batch.y).backward();
-      optimizer.step();
-      average.update();
-    }
+    for (int i = first; i < last; ++i) step(i), average.update();
+  }
+  State averaged() {
+    return average.evaluate([&] { return state(); });
   }
 
-  std::shared_ptr<Mlp> net;
-  Sharded<Mlp> sharded;
-  torch::optim::SGD sgd;
-  ShardedOptimizer optimizer;
   ExponentialAverage average;
 };
 
@@ -61,35 +46,26 @@ void expect_average(Job& job, double tolerance, const std::string& what) {
   std::vector<NamedTensor> want;
   for (int step = 0; step < 4; ++step) {
     job.train(step, step + 1);
-    follow(want, job.sharded.full_state());
+    follow(want, job.state());
   }
-  const auto trained = job.sharded.full_state();
-  const auto averaged = job.average.evaluate([&] { return job.sharded.full_state(); });
-  expect_same_state(averaged, want, tolerance, what + ", averaged");
-  expect_same_state(job.sharded.full_state(), trained, 0, what + ", after evaluate()");
+  const auto trained = job.state();
+  expect_same_state(job.averaged(), want, tolerance, what + ", averaged");
+  expect_same_state(job.state(), trained, 0, what + ", after evaluate()");
   EXPECT_EQ(job.average.updates(), 4);
 }
 
 TEST(ExponentialAverage, EqualsTheAverageOfFullParametersAtEachLevel) {
-  for (const int ranks : {1, 2, 3}) {
-    run_world(ranks, [&](World&) {
-      for (const ShardLevel level : kAllLevels) {
-        for (const Partition partition : {Partition::kFlatEven, Partition::kWholeParam}) {
-          Job job({.level = level, .partition = partition, .unit_bytes = 3000});
-          // Vectorized loops begin at other elements.
-          expect_average(
-              job, 1e-6,
-              std::to_string(ranks) + " ranks, level " + std::to_string(static_cast<int>(level)));
-        }
-      }
-    });
-  }
+  on_worlds({1, 2, 3}, with_each_partition({.unit_bytes = 3000}),
+            [](World& world, const ShardPlan& plan) {
+              Job job(world, plan);
+              expect_average(job, 1e-6, "");  // vectorized loops begin at other elements
+            });
 }
 
 TEST(ExponentialAverage, SendsNothingInAStep) {
   run_world(2, [](World& world) {
     const auto counting = counting_process_group(world.process_group());
-    Job job({.process_group = counting});
+    Job job(world, {.process_group = counting});
     job.train(0, 1);
     const auto before = counting->counts();
     job.average.update();
@@ -99,25 +75,22 @@ TEST(ExponentialAverage, SendsNothingInAStep) {
 
 // Evaluating rounds the model's values, but not the average: it goes on from the same bits.
 TEST(ExponentialAverage, IsKeptInFloatForHalfPrecisions) {
-  run_world(2, [](World&) {
-    Job job({}, torch::kBFloat16);
+  run_world(2, [](World& world) {
+    Job job(world, {}, torch::kBFloat16), other(world, {}, torch::kBFloat16);
     job.train(0, 3);
-    const auto first = job.average.evaluate([&] { return job.sharded.full_state(); });
-    for (const NamedTensor& item : first) EXPECT_EQ(item.tensor.scalar_type(), torch::kBFloat16);
-    Job other({}, torch::kBFloat16);
+    for (const NamedTensor& item : job.averaged())
+      EXPECT_EQ(item.tensor.scalar_type(), torch::kBFloat16);
     other.train(0, 3);
     job.train(3, 5);
     other.train(3, 5);
-    expect_same_state(job.average.evaluate([&] { return job.sharded.full_state(); }),
-                      other.average.evaluate([&] { return other.sharded.full_state(); }), 0,
-                      "evaluated or not");
+    expect_same_state(job.averaged(), other.averaged(), 0, "evaluated or not");
   });
 }
 
 TEST(ExponentialAverage, UsesMasterWeightsAndOffloadedOnes) {
-  run_world(2, [](World&) {
+  run_world(2, [](World& world) {
     for (const Offload offload : {Offload::kNone, Offload::kHost}) {
-      Job job({.precision = {.param_dtype = torch::kBFloat16}, .offload = offload});
+      Job job(world, {.precision = {.param_dtype = torch::kBFloat16}, .offload = offload});
       job.train(0, 4);
       job.average.swap();
       EXPECT_TRUE(job.average.is_swapped());
@@ -129,15 +102,14 @@ TEST(ExponentialAverage, UsesMasterWeightsAndOffloadedOnes) {
 }
 
 TEST(ExponentialAverage, WrongUseIsRefused) {
-  run_world(2, [](World&) {
-    Job job({});
+  run_world(2, [](World& world) {
+    Job job(world);
     EXPECT_EQ(error_of([&] { ExponentialAverage average(job.sharded, 1); }),
               "[ExponentialAverage] decay must be 0 or more and less than 1; got 1");
-    EXPECT_NE(error_of([&] { job.average.swap(); }).find("call update() after a step"),
-              std::string::npos);
+    expect_contains(error_of([&] { job.average.swap(); }), {"call update() after a step"});
     job.train(0, 1);
     job.average.swap();
-    EXPECT_NE(error_of([&] { job.average.update(); }).find("call swap()"), std::string::npos);
+    expect_contains(error_of([&] { job.average.update(); }), {"call swap()"});
     job.average.swap();
     EXPECT_THROW(job.average.evaluate([] { throw std::runtime_error("no"); }), std::runtime_error);
     EXPECT_TRUE(job.average.is_swapped());
@@ -149,43 +121,38 @@ TEST(ExponentialAverage, WrongUseIsRefused) {
 // What is written while the model has the average would be lost when it gets its own values back.
 TEST(ExponentialAverage, StepsAndLoadsAreRefusedWhileTheModelHasIt) {
   const ScratchDirectory scratch;
-  for (const int ranks : {1, 2}) {
-    run_world(ranks, [&](World&) {
-      for (const ShardLevel level : kAllLevels) {
-        Job job({.level = level});
-        job.train(0, 2);
-        const auto trained = job.sharded.full_state();
-        save_checkpoint(scratch / "one", job.sharded, &job.optimizer);
-        job.average.swap();
-        const auto averaged = job.sharded.full_state();
-        torch::mse_loss(job.net->forward(global_batch(0, 12, 37, 5).x), torch::zeros({12, 5}))
-            .backward();
-        const auto refuses = [](const char* function, const std::function<void()>& call) {
-          expect_error(call, {function, "values of an ExponentialAverage", "call swap()"});
-        };
-        refuses("[step]", [&] { job.optimizer.step(); });
-        refuses("[load_full_state]", [&] { job.sharded.load_full_state(trained); });
-        refuses("[load_checkpoint]",
-                [&] { load_checkpoint(scratch / "one", job.sharded, &job.optimizer); });
-        expect_same_state(job.sharded.full_state(), averaged, 0, "refused");
-        job.average.swap();
-        expect_same_state(job.sharded.full_state(), trained, 0, "its own values");
-        job.train(2, 3);
-      }
-    });
-  }
+  on_worlds({1, 2}, at_each_level(), [&](World& world, const ShardPlan& plan) {
+    Job job(world, plan);
+    job.train(0, 2);
+    const auto trained = job.state();
+    save_checkpoint(scratch / "one", job.sharded, &job.optimizer);
+    job.average.swap();
+    const auto averaged = job.state();
+    job.backward(0);
+    const auto refuses = [](const char* function, const std::function<void()>& call) {
+      expect_error(call, {function, "values of an ExponentialAverage", "call swap()"});
+    };
+    refuses("[step]", [&] { job.optimizer.step(); });
+    refuses("[load_full_state]", [&] { job.sharded.load_full_state(trained); });
+    refuses("[load_checkpoint]",
+            [&] { load_checkpoint(scratch / "one", job.sharded, &job.optimizer); });
+    expect_same_state(job.state(), averaged, 0, "refused");
+    job.average.swap();
+    expect_same_state(job.state(), trained, 0, "its own values");
+    job.train(2, 3);
+  });
 }
 
 TEST(ExponentialAverage, AnotherOneWaitsUntilTheModelHasItsOwnValues) {
-  run_world(2, [](World&) {
-    Job job({});
+  run_world(2, [](World& world) {
+    Job job(world);
     ExponentialAverage other(job.sharded, 0.5);
     job.train(0, 1);
     other.update();
     job.average.swap();
     for (const std::function<void()>& call :
          std::vector<std::function<void()>>{[&] { other.swap(); }, [&] { other.update(); }})
-      EXPECT_NE(error_of(call).find("the values of another average"), std::string::npos);
+      expect_contains(error_of(call), {"the values of another average"});
     job.average.swap();
     other.swap();
     EXPECT_TRUE(other.is_swapped());
@@ -193,8 +160,8 @@ TEST(ExponentialAverage, AnotherOneWaitsUntilTheModelHasItsOwnValues) {
 }
 
 TEST(ExponentialAverage, GoneWhileTheModelHasItItsValuesAreTheModels) {
-  run_world(2, [](World&) {
-    Job job({});
+  run_world(2, [](World& world) {
+    Job job(world);
     job.train(0, 2);
     {
       ExponentialAverage brief(job.sharded, 0.5);
@@ -206,27 +173,24 @@ TEST(ExponentialAverage, GoneWhileTheModelHasItItsValuesAreTheModels) {
 }
 
 TEST(ExponentialAverage, AnUnwrappedModelKeepsTheValuesThatItHas) {
-  for (const int ranks : {1, 2}) {
-    run_world(ranks, [](World&) {
-      const auto net = make_net(torch::kFloat);
-      auto sharded = fully_shard(net);
-      ExponentialAverage average(sharded, kDecay);
-      average.update();
-      {
-        torch::NoGradGuard no_grad;
-        for (const torch::Tensor& param : net->parameters()) param.add_(1);
-      }
-      average.update();
-      average.swap();
-      const auto averaged = sharded.full_state();
-      sharded.unwrap();
-      expect_same_state(plain_state(*net), averaged, 0, "unwrapped");
-      expect_error([&] { average.swap(); }, {"[ExponentialAverage] the model was unwrapped"});
-      expect_error([&] { average.update(); }, {"[ExponentialAverage] the model was unwrapped"});
-      expect_same_state(plain_state(*net), averaged, 0, "still");
-    });
-  }
+  on_worlds({1, 2}, {{}}, [](World&, const ShardPlan& plan) {
+    const auto net = std::static_pointer_cast<Mlp>(run_in(torch::kFloat).make_net());
+    auto sharded = fully_shard(net, plan);
+    ExponentialAverage average(sharded, kDecay);
+    average.update();
+    {
+      torch::NoGradGuard no_grad;
+      for (const torch::Tensor& param : net->parameters()) param.add_(1);
+    }
+    average.update();
+    average.swap();
+    const auto averaged = sharded.full_state();
+    sharded.unwrap();
+    expect_same_state(plain_state(*net), averaged, 0, "unwrapped");
+    expect_error([&] { average.swap(); }, {"[ExponentialAverage] the model was unwrapped"});
+    expect_error([&] { average.update(); }, {"[ExponentialAverage] the model was unwrapped"});
+    expect_same_state(plain_state(*net), averaged, 0, "still");
+  });
 }
 
-}  // namespace exponential_average_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::exponential_average_test

@@ -5,12 +5,10 @@
 
 #include <map>
 
-#include "support/models.h"
-#include "support/run_world.h"
 #include "support/scratch_directory.h"
+#include "support/sharded_job.h"
 
-namespace tessera::testing {
-namespace foreign_optimizer_test {
+namespace tessera::testing::foreign_optimizer_test {
 
 namespace optim = torch::optim;
 
@@ -86,18 +84,14 @@ std::unique_ptr<optim::Optimizer> make(Net& net) {
 }
 
 TrainingRun run_of(const std::function<std::unique_ptr<optim::Optimizer>(Net&)>& make_optimizer) {
-  return {.make_net = [] { return seeded(7, [] { return std::make_shared<Mlp>(); }); },
-          .make_optimizer = make_optimizer};
+  TrainingRun run = sgd_run<Mlp>();
+  run.make_optimizer = make_optimizer;
+  return run;
 }
 
 TEST(ForeignOptimizer, StepsAsInOneProcess) {
-  for (const int ranks : {1, 2, 3}) {
-    for (const ShardLevel level : kAllLevels) {
-      for (const Partition partition : {Partition::kFlatEven, Partition::kWholeParam})
-        expect_parity(run_of(make<Tables>), ranks, {.level = level, .partition = partition},
-                      fmt::format("{} ranks, level {}", ranks, static_cast<int>(level)));
-    }
-  }
+  for (const int ranks : {1, 2, 3})
+    expect_parity_of_each(run_of(make<Tables>), ranks, cases_of(with_each_partition()));
 }
 
 TEST(ForeignOptimizer, StepsAsLibTorchsClass) {
@@ -106,85 +100,69 @@ TEST(ForeignOptimizer, StepsAsLibTorchsClass) {
 }
 
 TEST(ForeignOptimizer, IsOffloaded) {
-  for (const Partition partition : {Partition::kFlatEven, Partition::kWholeParam})
-    expect_parity(run_of(make<Tables>), 2,
-                  {.partition = partition, .unit_bytes = 4096, .offload = Offload::kHost},
-                  "offload");
+  std::vector<ParityCase> cases;
+  for (const Partition partition : kPartitions)
+    cases.push_back({{.partition = partition, .unit_bytes = 4096, .offload = Offload::kHost}});
+  expect_parity_of_each(run_of(make<Tables>), 2, cases);
 }
 
-// A model and its optimizer, after some steps.
-struct Trained {
-  std::shared_ptr<Net> net = seeded(7, [] { return std::make_shared<Mlp>(); });
-  std::unique_ptr<optim::Optimizer> inner;
-  ShardedModule sharded;
-  ShardedOptimizer optimizer;
-
-  explicit Trained(std::unique_ptr<optim::Optimizer> (*make)(Net&), ShardPlan plan = {})
-      : inner(make(*net)),
-        sharded(fully_shard(net, plan)),
-        optimizer(sharded, *inner, {.fused = false}) {}
-  void train(int from, int to) {
-    for (int step = from; step < to; ++step) {
-      const Batch batch = global_batch(step, 12, 37, 5);
-      optimizer.zero_grad();
-      torch::mse_loss(net->forward(batch.x), batch.y).backward();
-      optimizer.step();
-    }
+// A model and its optimizer, trained on the rows of all ranks.
+struct Trained : ShardedJob<Net> {
+  Trained(World& world, std::unique_ptr<optim::Optimizer> (*make)(Net&), const ShardPlan& plan = {})
+      : ShardedJob(run_of(make), world, plan) {
+    sees_all_rows = true;
   }
 };
 
 TEST(ForeignOptimizer, SharesCheckpointsWithLibTorchsClass) {
   const ScratchDirectory scratch;
   const auto makers = {make<Tables>, make<optim::AdamW>};
-  std::vector<NamedTensor> want;
-  run_world(2, [&](World& world) {
-    Trained one(make<optim::AdamW>);
+  const State want = results_of(2, [](World& world) {
+    Trained one(world, make<optim::AdamW>);
     one.train(0, 4);
-    const auto state = one.sharded.full_state();
-    if (world.rank() == 0) want = state;
-  });
+    return one.state();
+  })[0];
   for (const auto saver : makers) {
-    run_world(2, [&](World&) {
-      Trained one(saver);
+    run_world(2, [&](World& world) {
+      Trained one(world, saver);
       one.train(0, 2);
       save_checkpoint(scratch / "one", one.sharded, &one.optimizer);
     });
-    for (const auto loader : makers) {
-      run_world(3, [&](World&) {
-        Trained one(loader);
+    run_world(3, [&](World& world) {
+      for (const auto loader : makers) {
+        Trained one(world, loader);
         load_checkpoint(scratch / "one", one.sharded, &one.optimizer);
         one.train(2, 4);
-        expect_same_state(one.sharded.full_state(), want, 1e-6, "resumed");
-      });
-    }
+        expect_same_state(one.state(), want, 1e-6, "resumed");
+      }
+    });
   }
 }
 
 TEST(ForeignOptimizer, FullStateIsTheOneOfOneProcess) {
-  for (const Partition partition : {Partition::kFlatEven, Partition::kWholeParam}) {
-    run_world(3, [&](World&) {
-      Trained one(make<Tables>, {.partition = partition}), other(make<Tables>);
+  for (const Partition partition : kPartitions) {
+    run_world(3, [&](World& world) {
+      Trained one(world, make<Tables>, {.partition = partition}), other(world, make<Tables>);
       one.train(0, 3);
       const OptimizerStateDict dict = full_state_dict(one.optimizer, -1);
       ASSERT_EQ(dict.state.size(), one.net->parameters().size());
       EXPECT_EQ(dict.param_groups.at(0).options.at("lr").toDouble(), 0.01);
       for (const auto& [number, values] : dict.state) {
         EXPECT_EQ(values.at("step").toTensor().item<double>(), 3);
-        EXPECT_EQ(values.at("exp_avg").toTensor().sizes(),
-                  other.sharded.full_state().at(number).tensor.sizes());
+        EXPECT_EQ(values.at("exp_avg").toTensor().sizes(), other.state().at(number).tensor.sizes());
       }
-      other.sharded.load_full_state(one.sharded.full_state());
+      other.sharded.load_full_state(one.state());
       load_full_state_dict(other.optimizer, dict);
       one.train(3, 5);
       other.train(3, 5);
-      expect_same_state(other.sharded.full_state(), one.sharded.full_state(), 0, "loaded");
+      expect_same_state(other.state(), one.state(), 0, "loaded");
     });
   }
 }
 
 TEST(ForeignOptimizer, AFailedLoadKeepsItsState) {
-  run_world(2, [&](World&) {
-    Trained one(make<Tables>), other(make<Tables>);
+  run_world(2, [&](World& world) {
+    Trained one(world, make<Tables>), other(world, make<Tables>);
     one.train(0, 2);
     other.train(0, 2);
     OptimizerStateDict dict = full_state_dict(one.optimizer, -1);
@@ -192,14 +170,14 @@ TEST(ForeignOptimizer, AFailedLoadKeepsItsState) {
     EXPECT_THROW(load_full_state_dict(one.optimizer, dict), c10::ValueError);
     one.train(2, 3);
     other.train(2, 3);
-    expect_same_state(other.sharded.full_state(), one.sharded.full_state(), 0, "unchanged");
+    expect_same_state(other.state(), one.state(), 0, "unchanged");
   });
 }
 
 TEST(ForeignOptimizer, CountsAreNoBytesOfItsState) {
-  run_world(2, [&](World&) {
+  run_world(2, [&](World& world) {
     const ShardPlan plan{.unit_bytes = 4096, .offload = Offload::kHost};
-    Trained one(make<Tables>, plan), other(make<optim::AdamW>, plan);
+    Trained one(world, make<Tables>, plan), other(world, make<optim::AdamW>, plan);
     for (Trained* const trained : {&one, &other}) trained->train(0, 1);
     EXPECT_EQ(one.optimizer.memory().offloaded, other.optimizer.memory().offloaded);
     one.optimizer.keep_on_device(1 << 30);
@@ -210,8 +188,8 @@ TEST(ForeignOptimizer, CountsAreNoBytesOfItsState) {
 }
 
 TEST(ForeignOptimizer, UnwrapGivesItTheWholeState) {
-  run_world(2, [&](World&) {
-    Trained one(make<Tables>);
+  run_world(2, [&](World& world) {
+    Trained one(world, make<Tables>);
     one.train(0, 2);
     one.optimizer.unwrap();
     one.sharded.unwrap();
@@ -227,9 +205,8 @@ TEST(ForeignOptimizer, UnwrapGivesItTheWholeState) {
 // --- tensors by name ---------------------------------------------------------------------------
 
 TEST(NamedTensors, AreShardedWithoutAModule) {
-  const auto alone = train_alone(run_of(make<optim::AdamW>), 1);
-  run_world(2, [&](World&) {
-    Trained module(make<optim::AdamW>);
+  run_world(2, [&](World& world) {
+    Trained module(world, make<optim::AdamW>);
     auto net = seeded(7, [] { return std::make_shared<Mlp>(); });
     std::vector<NamedTensor> parameters, buffers;
     for (const auto& item : net->named_parameters())
@@ -245,43 +222,38 @@ TEST(NamedTensors, AreShardedWithoutAModule) {
       optimizer.step();
     }
     module.train(0, 3);
-    expect_same_state(sharded.full_state(), module.sharded.full_state(), 0, "by name");
+    expect_same_state(sharded.full_state(), module.state(), 0, "by name");
   });
 }
 
 TEST(LocalGrad, IsThisRanksPartOfTheWholeGradient) {
-  for (const Partition partition : {Partition::kFlatEven, Partition::kWholeParam}) {
-    for (const ShardLevel level : kAllLevels) {
-      run_world(3, [&](World& world) {
-        auto net = seeded(7, [] { return std::make_shared<Mlp>(); });
-        auto sharded = fully_shard(net, {.level = level, .partition = partition});
-        const at::Tensor first = net->parameters().front();
-        EXPECT_FALSE(sharded.local_grad(first).defined());
-        EXPECT_FALSE(sharded.has_grad(first));
-        EXPECT_TRUE(is_sharded(first));
-        EXPECT_FALSE(is_sharded(torch::ones({2})));
-        const Batch batch = global_batch(0, 12, 37, 5);
-        torch::mse_loss(net->forward(batch.x), batch.y).backward();
-        for (const auto& item : net->named_parameters()) {
-          EXPECT_TRUE(sharded.has_grad(item.value()));
-          const at::Tensor whole = sharded.full_grad(item.key());
-          const at::Tensor part = sharded.local_grad(item.key());
-          // The parts of all ranks, of which some may be empty, are the whole.
-          const double sum = part.defined() ? part.sum(at::kDouble).item<double>() : 0;
-          const at::Tensor total = torch::full({1}, sum, at::kDouble);
-          world.process_group()->all_reduce(total, ReduceOp::kSum, {"total"})->wait();
-          const double copies = level == ShardLevel::kNone ? 3 : 1;
-          EXPECT_NEAR(total.item<double>(), copies * whole.sum(at::kDouble).item<double>(), 1e-5);
-          if (part.defined() && partition == Partition::kWholeParam) {
-            EXPECT_TRUE(torch::equal(part, whole));
-          }
-        }
-        EXPECT_THROW(sharded.local_grad("none"), c10::ValueError);
-        EXPECT_THROW(sharded.local_grad(torch::ones({2})), c10::ValueError);
-      });
+  on_worlds({3}, with_each_partition(), [](World& world, const ShardPlan& plan) {
+    auto net = seeded(7, [] { return std::make_shared<Mlp>(); });
+    auto sharded = fully_shard(net, plan);
+    const at::Tensor first = net->parameters().front();
+    EXPECT_FALSE(sharded.local_grad(first).defined());
+    EXPECT_FALSE(sharded.has_grad(first));
+    EXPECT_TRUE(is_sharded(first));
+    EXPECT_FALSE(is_sharded(torch::ones({2})));
+    const Batch batch = global_batch(0, 12, 37, 5);
+    torch::mse_loss(net->forward(batch.x), batch.y).backward();
+    for (const auto& item : net->named_parameters()) {
+      EXPECT_TRUE(sharded.has_grad(item.value()));
+      const at::Tensor whole = sharded.full_grad(item.key());
+      const at::Tensor part = sharded.local_grad(item.key());
+      // The parts of all ranks, of which some may be empty, are the whole.
+      const double sum = part.defined() ? part.sum(at::kDouble).item<double>() : 0;
+      const at::Tensor total = torch::full({1}, sum, at::kDouble);
+      world.process_group()->all_reduce(total, ReduceOp::kSum, {"total"})->wait();
+      const double copies = plan.level == ShardLevel::kNone ? 3 : 1;
+      EXPECT_NEAR(total.item<double>(), copies * whole.sum(at::kDouble).item<double>(), 1e-5);
+      if (part.defined() && plan.partition == Partition::kWholeParam) {
+        EXPECT_TRUE(torch::equal(part, whole));
+      }
     }
-  }
+    EXPECT_THROW(sharded.local_grad("none"), c10::ValueError);
+    EXPECT_THROW(sharded.local_grad(torch::ones({2})), c10::ValueError);
+  });
 }
 
-}  // namespace foreign_optimizer_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::foreign_optimizer_test

@@ -4,44 +4,16 @@
 #include "engine/model/sharded_state.h"
 #include "engine/tests/optim/saved_optimizers.h"
 #include "support/norm_mlp.h"
-#include "support/run_world.h"
+#include "support/sharded_job.h"
 
-namespace tessera {
-namespace full_state_dict_test {
+namespace tessera::testing::full_state_dict_test {
 
-using namespace testing;
-
-struct Job {
-  Job(const MakeOptimizer& make, const ShardPlan& plan)
-      : net(make_saved_mlp()),
-        inner(make(*net)),
-        sharded(fully_shard(net, plan)),
-        optimizer(sharded, *inner, {.fused = false, .elementwise = true}) {}
-
-  void train(int first, int last) {
-    ProcessGroup& ranks = sharded.state()->process_group();
-    for (int step = first; step < last; ++step) {
-      optimizer.zero_grad();
-      rank_loss(*net, global_batch(step, 12, kMlpWidth, kMlpOut), ranks.rank(), ranks.size(), step)
-          .backward();
-      optimizer.step();
-    }
-  }
-
-  std::shared_ptr<Mlp> net;
-  std::unique_ptr<Optimizer> inner;
-  Sharded<Mlp> sharded;
-  ShardedOptimizer optimizer;
+struct Job : ShardedJob<Mlp> {
+  Job(World& world, const MakeOptimizer& make, const ShardPlan& plan)
+      : ShardedJob(saved_run(make), world, plan, {.fused = false, .elementwise = true}) {}
 };
 
-std::vector<ShardPlan> all_plans() {
-  std::vector<ShardPlan> plans;
-  for (const ShardLevel level : kAllLevels) {
-    for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam})
-      plans.push_back({.level = level, .partition = partition, .unit_bytes = 600});
-  }
-  return plans;
-}
+std::vector<ShardPlan> all_plans() { return with_each_partition({.unit_bytes = 600}); }
 
 // All plans for the user's own optimizer and for param groups, two for the others.
 std::vector<ShardPlan> plans_for(const std::string& optimizer) {
@@ -49,11 +21,6 @@ std::vector<ShardPlan> plans_for(const std::string& optimizer) {
   return {
       {.partition = Partition::kFlatEven, .unit_bytes = 600},
       {.level = ShardLevel::kGradients, .partition = Partition::kWholeParam, .unit_bytes = 600}};
-}
-
-std::string describe(int ranks, const ShardPlan& plan) {
-  return fmt::format("{} ranks, level {}, partition {}", ranks, int(plan.level),
-                     int(plan.partition));
 }
 
 double close_to(int ranks) { return ranks == 3 ? 1e-4 : 1e-6; }
@@ -67,7 +34,7 @@ TEST(FullOptimizerStateDict, IsThatOfAPlainOptimizerAfterTheSameTraining) {
       run_world(ranks, [&, name = name, make = make](World& world) {
         for (const ShardPlan& plan : plans_for(name)) {
           const std::string what = name + ", " + describe(ranks, plan);
-          Job job(make, plan);
+          Job job(world, make, plan);
           job.train(0, 3);
           const OptimizerStateDict dict = full_state_dict(job.optimizer);
           if (world.rank() == 0) {
@@ -90,7 +57,7 @@ TEST(FullOptimizerStateDict, OfAPlainOptimizerOrAnotherWorldLetsASharedOneTrainO
     const auto start = plain_state(*plain.net);
     train(*plain.net, *plain.optimizer, 2, 3, 5);
     run_world(2, [&](World& world) {
-      Job job(make, {.partition = Partition::kWholeParam, .unit_bytes = 600});
+      Job job(world, make, {.partition = Partition::kWholeParam, .unit_bytes = 600});
       job.train(0, 3);
       OptimizerStateDict dict = full_state_dict(job.optimizer, 1);
       if (world.rank() == 1) sharded_dict = std::move(dict);
@@ -98,11 +65,11 @@ TEST(FullOptimizerStateDict, OfAPlainOptimizerOrAnotherWorldLetsASharedOneTrainO
     for (const OptimizerStateDict* const dict : {&plain_dict, &sharded_dict}) {
       const OptimizerStateDict before = copy_of(*dict);
       for (const int ranks : {1, 2, 3}) {
-        run_world(ranks, [&, name = name, make = make](World&) {
+        run_world(ranks, [&, name = name, make = make](World& world) {
           for (const ShardPlan& plan :
                plans_for(dict == &plain_dict && name != "HeavyBall" ? name : "")) {
             const std::string what = name + ", " + describe(ranks, plan);
-            Job job(make, plan);
+            Job job(world, make, plan);
             job.train(5, 6);  // other state, which is to be replaced
             auto* const options = &job.inner->param_groups()[0].options();
             load_full_state_dict(job.optimizer, *dict);
@@ -111,7 +78,7 @@ TEST(FullOptimizerStateDict, OfAPlainOptimizerOrAnotherWorldLetsASharedOneTrainO
             expect_same_dict(full_state_dict(job.optimizer, -1), *dict, 0, what);
             job.sharded.load_full_state(start);
             job.train(3, 5);
-            expect_same_state(job.sharded.full_state(), plain_state(*plain.net), close_to(3), what);
+            expect_same_state(job.state(), plain_state(*plain.net), close_to(3), what);
           }
         });
       }
@@ -125,10 +92,10 @@ TEST(FullOptimizerStateDict, OfAShardedOptimizerLetsAPlainOneTrainOn) {
     Plain expected(make);
     train(*expected.net, *expected.optimizer, 3, 0, 5);
     run_world(3, [&](World& world) {
-      Job job(make, {.unit_bytes = 600});
+      Job job(world, make, {.unit_bytes = 600});
       job.train(0, 3);
       const OptimizerStateDict dict = full_state_dict(job.optimizer, 2);
-      const auto start = job.sharded.full_state();
+      const auto start = job.state();
       if (world.rank() != 2) return;
       Plain plain(make);
       load_state_dict(*plain.optimizer, dict);
@@ -145,7 +112,7 @@ TEST(FullOptimizerStateDict, OfAShardedOptimizerLetsAPlainOneTrainOn) {
 TEST(FullOptimizerStateDict, IsOnTheRecipientAloneOrOnAll) {
   for (const int ranks : {1, 2, 3}) {
     run_world(ranks, [&](World& world) {
-      Job job(make_groups, {.unit_bytes = 600});
+      Job job(world, make_groups, {.unit_bytes = 600});
       job.train(0, 1);
       const OptimizerStateDict all = full_state_dict(job.optimizer, -1);
       EXPECT_EQ(all.state.size(), 8u);
@@ -164,7 +131,7 @@ TEST(FullOptimizerStateDict, IsOnTheRecipientAloneOrOnAll) {
 TEST(FullOptimizerStateDict, IsSentOnceToTheRecipientByTheOthersOnly) {
   const auto run = [](World& world) {
     const auto counting = counting_process_group(world.process_group());
-    Job job(make_groups, {.unit_bytes = 600, .process_group = counting});
+    Job job(world, make_groups, {.unit_bytes = 600, .process_group = counting});
     job.train(0, 1);
     counting->reset_counts();
     full_state_dict(job.optimizer, 1);
@@ -173,14 +140,14 @@ TEST(FullOptimizerStateDict, IsSentOnceToTheRecipientByTheOthersOnly) {
     EXPECT_EQ(sent.bytes_sent > 0, world.rank() != 1);
     EXPECT_EQ(counting->counts().broadcast.calls, 0);
   };
-  run_world(3, run, std::chrono::seconds(30), Transport::kGloo);  // the arena sends no messages
+  run_over(Transport::kGloo, 3, run);  // the arena sends no messages
 }
 
 TEST(FullOptimizerStateDict, LeavesParametersThatWereNeverSteppedWithoutState) {
   for (const int ranks : {1, 2, 3}) {
-    run_world(ranks, [&](World&) {
+    run_world(ranks, [&](World& world) {
       for (const ShardPlan& plan : all_plans()) {
-        Job job(make_groups, plan);
+        Job job(world, make_groups, plan);
         EXPECT_TRUE(full_state_dict(job.optimizer, -1).state.empty());
         torch::square(job.net->fcs[0](torch::ones({2, kMlpWidth}, test_device()))).sum().backward();
         job.optimizer.step();
@@ -215,7 +182,7 @@ TEST(FullOptimizerStateDict, HandlesSingleElementsAndRanksWithoutAny) {
     HeavyBall plain(alone.parameters(), 0.1);
     step(alone, &plain, nullptr);
     const OptimizerStateDict expected = state_dict_of(plain);
-    run_world(ranks, [&](World&) {
+    run_world(ranks, [&](World& world) {
       for (const ShardPlan& plan : all_plans()) {
         auto net = on_test_device(std::make_shared<Tiny>());
         HeavyBall inner(net->parameters(), 0.1);
@@ -235,9 +202,10 @@ TEST(FullOptimizerStateDict, HandlesSingleElementsAndRanksWithoutAny) {
 TEST(FullOptimizerStateDict, OfReplicasIsOnThatRankOfEach) {
   run_world(4, [](World& world) {
     const auto process_groups = world.hybrid_process_groups(2);
-    Job job(make_groups, {.unit_bytes = 600,
-                          .process_group = process_groups.shard,
-                          .replicate_group = process_groups.replicate});
+    Job job(world, make_groups,
+            {.unit_bytes = 600,
+             .process_group = process_groups.shard,
+             .replicate_group = process_groups.replicate});
     job.optimizer.zero_grad();
     rank_loss(*job.net, global_batch(0, 12, kMlpWidth, kMlpOut), world.rank(), 4, 0).backward();
     job.optimizer.step();
@@ -255,11 +223,11 @@ TEST(FullOptimizerStateDict, OfReplicasIsOnThatRankOfEach) {
 TEST(FullOptimizerStateDict, GoesToWhereStateIsOffloadedTo) {
   run_world(2, [](World& world) {
     ShardPlan plan{.unit_bytes = 600};
-    Job first(make_groups, plan);
+    Job first(world, make_groups, plan);
     first.train(0, 2);
     const OptimizerStateDict dict = full_state_dict(first.optimizer, -1);
     plan.offload = Offload::kHost;
-    Job second(make_groups, plan);
+    Job second(world, make_groups, plan);
     load_full_state_dict(second.optimizer, dict);
     expect_same_dict(full_state_dict(second.optimizer, -1), dict, 0, "offloaded");
     const auto& memory = second.sharded.state()->context().offload;
@@ -269,10 +237,10 @@ TEST(FullOptimizerStateDict, GoesToWhereStateIsOffloadedTo) {
       ++tensors;
     }
     EXPECT_GT(tensors, 0);
-    second.sharded.load_full_state(first.sharded.full_state());
+    second.sharded.load_full_state(first.state());
     first.train(2, 4);
     second.train(2, 4);
-    expect_same_state(second.sharded.full_state(), first.sharded.full_state(), 1e-6, "offloaded");
+    expect_same_state(second.state(), first.state(), 1e-6, "offloaded");
   });
 }
 
@@ -285,7 +253,7 @@ TEST(FullOptimizerStateDict, OfANarrowModelWidensToTheMasters) {
   const OptimizerStateDict dict = state_dict_of(*plain.optimizer);
   EXPECT_EQ(dict.state.at(0).at("exp_avg").toTensor().scalar_type(), torch::kBFloat16);
   run_world(2, [&](World& world) {
-    Job job(make, {.unit_bytes = 600, .precision = {.param_dtype = torch::kBFloat16}});
+    Job job(world, make, {.unit_bytes = 600, .precision = {.param_dtype = torch::kBFloat16}});
     load_full_state_dict(job.optimizer, dict);
     const OptimizerStateDict loaded = full_state_dict(job.optimizer, -1);
     const auto got = loaded.state.at(0).at("exp_avg").toTensor();
@@ -298,7 +266,7 @@ TEST(FullOptimizerStateDict, OfANarrowModelWidensToTheMasters) {
 void expect_refused(const std::function<void(World&, Job&)>& f) {
   for (const int ranks : {1, 2, 3}) {
     run_world(ranks, [&](World& world) {
-      Job job(make_groups, {.unit_bytes = 600});
+      Job job(world, make_groups, {.unit_bytes = 600});
       job.train(0, 2);
       const OptimizerStateDict before = full_state_dict(job.optimizer, -1);
       f(world, job);
@@ -379,12 +347,13 @@ struct FailsToSave : SGD {
 TEST(RefusedFullOptimizerStateDict, AClassWithoutSaveOrOneThatThrowsStopsAllRanks) {
   for (const int ranks : {1, 2, 3}) {
     run_world(ranks, [&](World& world) {
-      Job without([](Net& net) { return std::make_unique<WithoutSave>(net.parameters(), 0.1); },
-                  {});
+      Job without(
+          world, [](Net& net) { return std::make_unique<WithoutSave>(net.parameters(), 0.1); }, {});
       EXPECT_THROW(full_state_dict(without.optimizer), c10::NotImplementedError);
       OptimizerStateDict dict = state_dict_of(SGD(make_saved_mlp()->parameters(), 0.1));
       EXPECT_THROW(load_full_state_dict(without.optimizer, dict), c10::NotImplementedError);
-      Job fails([](Net& net) { return std::make_unique<FailsToSave>(net.parameters(), 0.1); }, {});
+      Job fails(world,
+                [](Net& net) { return std::make_unique<FailsToSave>(net.parameters(), 0.1); }, {});
       static_cast<FailsToSave&>(*fails.inner).fails = world.rank() == 0;
       expect_error([&] { full_state_dict(fails.optimizer); }, {"the disk of this rank is full"});
     });
@@ -392,7 +361,7 @@ TEST(RefusedFullOptimizerStateDict, AClassWithoutSaveOrOneThatThrowsStopsAllRank
 }
 
 TEST(RefusedFullOptimizerStateDict, DistTensorsAreLeftToDistOptimizer) {
-  run_world(2, [](World&) {
+  run_world(2, [](World& world) {
     const auto mesh = DeviceMesh::over_world({2, 1}, {"dp", "tp"});
     NormMlp mlp = make_norm_mlp();
     shard_columns_then_rows(mlp, mesh.sub_mesh("tp"));
@@ -416,7 +385,7 @@ TEST(RefusedFullOptimizerStateDict, TheInnerOptimizerIsNotAPlainOne) {
 TEST(RefusedFullOptimizerStateDict, ReplicasMustWantOneRecipient) {
   run_world(4, [](World& world) {
     const auto process_groups = world.hybrid_process_groups(2);
-    Job job(make_groups,
+    Job job(world, make_groups,
             {.process_group = process_groups.shard, .replicate_group = process_groups.replicate});
     expect_error([&] { full_state_dict(job.optimizer, world.rank() / 2); },
                  {"`recipient` must be the same on all ranks"});
@@ -436,8 +405,8 @@ TEST(RefusedFullOptimizerStateDict, AddedParametersMustBeTheModels) {
 // LibTorch's own way of saving, of the optimizer inside.
 TEST(RefusedFullOptimizerStateDict, TorchSaveWouldStoreAPart) {
   for (const int ranks : {1, 2, 3}) {
-    run_world(ranks, [](World&) {
-      Job job(make_groups, {.unit_bytes = 600});
+    run_world(ranks, [](World& world) {
+      Job job(world, make_groups, {.unit_bytes = 600});
       job.train(0, 2);
       const auto refuses = [&] {
         std::stringstream stream;
@@ -465,8 +434,8 @@ TEST(RefusedFullOptimizerStateDict, TorchLoadPutsWholeStateInPlaceOfAPart) {
   train(*plain.net, *plain.optimizer, 1, 0, 1);
   torch::save(*plain.optimizer, whole);
   for (const int ranks : {1, 2, 3}) {
-    run_world(ranks, [&](World&) {
-      Job job(named<AdamW>("", AdamWOptions(1e-2)).make, {});
+    run_world(ranks, [&](World& world) {
+      Job job(world, named<AdamW>("", AdamWOptions(1e-2)).make, {});
       job.train(0, 1);
       std::stringstream stream(whole.str());
       torch::load(*job.inner, stream);
@@ -478,5 +447,4 @@ TEST(RefusedFullOptimizerStateDict, TorchLoadPutsWholeStateInPlaceOfAPart) {
   }
 }
 
-}  // namespace full_state_dict_test
-}  // namespace tessera
+}  // namespace tessera::testing::full_state_dict_test

@@ -5,10 +5,8 @@
 #include <gtest/gtest.h>
 
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera::testing {
-namespace fused_step_test {
+namespace tessera::testing::fused_step_test {
 
 using namespace torch::optim;
 
@@ -105,28 +103,23 @@ TEST(FusedStep, IsNotTakenForADtypeWithoutAKernel) {
 // With the default options and without masters. The gradient is 1, and so is the change.
 TEST(FusedStep, SgdTrainsParametersOfEveryDtype) {
   for (const int ranks : {1, 2, 4}) {
-    run_world(ranks, [&](World&) {
-      for (const torch::Dtype dtype : kDtypes) {
-        for (const ShardLevel level : kAllLevels) {
-          const auto net = seeded(3, [] { return std::make_shared<Mlp>(); });
-          net->to(dtype);
-          auto want = plain_state(*net);
-          for (NamedTensor& item : want) item.tensor.sub_(1);
-          auto sharded = fully_shard(net, {.level = level, .unit_bytes = 3000});
-          SGD sgd(net->parameters(), SGDOptions(1));
-          ShardedOptimizer optimizer(sharded, sgd);
-          torch::Tensor sum = torch::zeros({}, net->head->weight.options());
-          for (const torch::Tensor& param : net->parameters()) sum = sum + param.sum();
-          sum.backward();
-          optimizer.step();
-          expect_same_state(sharded.full_state(), want, 0,
-                            fmt::format("{}, {} ranks, level {}", c10::toString(dtype), ranks,
-                                        static_cast<int>(level)));
-        }
-      }
-    });
+    for (const torch::Dtype dtype : kDtypes) {
+      const TrainingRun run = in_dtype(run_by<Mlp, SGD>(SGDOptions(1)), dtype);
+      auto want = plain_state(*run.make_net());
+      for (NamedTensor& item : want) item.tensor.sub_(1);
+      on_worlds({ranks}, at_each_level({.unit_bytes = 3000}), [&](World&, const ShardPlan& plan) {
+        const auto net = run.make_net();
+        auto sharded = fully_shard(net, plan);
+        const auto sgd = run.make_optimizer(*net);
+        ShardedOptimizer optimizer(sharded, *sgd);
+        torch::Tensor sum = torch::zeros({}, net->parameters()[0].options());
+        for (const torch::Tensor& param : net->parameters()) sum = sum + param.sum();
+        sum.backward();
+        optimizer.step();
+        expect_same_state(sharded.full_state(), want, 0, c10::toString(dtype));
+      });
+    }
   }
 }
 
-}  // namespace fused_step_test
-}  // namespace tessera::testing
+}  // namespace tessera::testing::fused_step_test

@@ -3,34 +3,23 @@
 
 #include <stdexcept>
 
-#include "support/models.h"
-#include "support/run_world.h"
+#include "support/error_of.h"
+#include "support/sharded_job.h"
 
-namespace tessera {
-namespace grad_scaler_test {
+namespace tessera::testing::grad_scaler_test {
 
-using namespace testing;
+TrainingRun sgd() {
+  return run_by<Mlp, torch::optim::SGD>(torch::optim::SGDOptions(0.1), 37, 2, 5);
+}
 
-constexpr int64_t kWidth = 37, kRows = 12, kOut = 5;
-
-struct Job {
-  explicit Job(World& world, ShardPlan plan = {.unit_bytes = 6000}) : world(world) {
-    net = seeded(3, [] { return std::make_shared<Mlp>(kWidth, 2, kOut); });
-    inner = std::make_unique<torch::optim::SGD>(net->parameters(), torch::optim::SGDOptions(0.1));
-    sharded = std::make_unique<Sharded<Mlp>>(fully_shard(net, plan));
-    optimizer = std::make_unique<ShardedOptimizer>(*sharded, *inner,
-                                                   ShardedOptimizerOptions{.fused = false});
-  }
+struct Job : ShardedJob<Mlp> {
+  explicit Job(World& world, const ShardPlan& plan = {.unit_bytes = 6000},
+               const TrainingRun& run = sgd())
+      : ShardedJob(run, world, plan) {}
   torch::Tensor loss(int step) {
-    optimizer->zero_grad();
-    const Batch batch = global_batch(step, kRows, kWidth, kOut);
-    return rank_loss(*net, batch, world.rank(), world.size(), step);
+    optimizer.zero_grad();
+    return ShardedJob::loss(step);
   }
-  World& world;
-  std::shared_ptr<Mlp> net;
-  std::unique_ptr<torch::optim::SGD> inner;
-  std::unique_ptr<Sharded<Mlp>> sharded;
-  std::unique_ptr<ShardedOptimizer> optimizer;
 };
 
 template <class F>
@@ -52,13 +41,13 @@ TEST(GradScaler, StepsOfScaledLossesAreThoseOfTheLosses) {
       GradScaler scaler({.init_scale = 1024, .growth_interval = 2});
       for (int step = 0; step < 4; ++step) {
         plain.loss(step).backward();
-        plain.optimizer->step();
+        plain.optimizer.step();
         scaler.scale(scaled.loss(step)).backward();
-        EXPECT_TRUE(scaler.step(*scaled.optimizer));
+        EXPECT_TRUE(scaler.step(scaled.optimizer));
         scaler.update();
       }
       // Powers of two cost no bits.
-      expect_same_state(scaled.sharded->full_state(), plain.sharded->full_state(), 0, "scaled");
+      expect_same_state(scaled.state(), plain.state(), 0, "scaled");
       EXPECT_EQ(scaler.get_scale(), 4096) << "grown every second step";
     });
   }
@@ -75,20 +64,20 @@ TEST(GradScaler, AnOverflowOnOneRankSkipsTheStepOnAll) {
       }
       Job job(world, plan);
       GradScaler scaler({.init_scale = 8});
-      const auto before = job.sharded->full_state();
+      const auto before = job.state();
       auto loss = job.loss(0);
       if (world.rank() == ranks - 1) loss = loss * std::numeric_limits<float>::infinity();
       scaler.scale(loss).backward();
-      EXPECT_FALSE(scaler.step(*job.optimizer));
+      EXPECT_FALSE(scaler.step(job.optimizer));
       scaler.update();
       EXPECT_EQ(scaler.get_scale(), 4);
-      EXPECT_EQ(job.optimizer->steps(), 0);
-      expect_same_state(job.sharded->full_state(), before, 0, "skipped");
+      EXPECT_EQ(job.optimizer.steps(), 0);
+      expect_same_state(job.state(), before, 0, "skipped");
       scaler.scale(job.loss(1)).backward();
-      EXPECT_TRUE(scaler.step(*job.optimizer));
+      EXPECT_TRUE(scaler.step(job.optimizer));
       scaler.update();
       EXPECT_EQ(scaler.get_scale(), 4);
-      EXPECT_EQ(job.optimizer->steps(), 1);
+      EXPECT_EQ(job.optimizer.steps(), 1);
     });
   }
 }
@@ -104,7 +93,7 @@ TEST(GradScaler, ANonFiniteElementInOneShardIsSeenByAllRanks) {
     const auto one_nan = on_test_device(torch::tensor({0.F, 0.F, 0.F, 0.F, std::nanf("")}));
     loss = loss + (last * one_nan).sum();
     scaler.scale(loss).backward();
-    EXPECT_FALSE(scaler.step(*job.optimizer));
+    EXPECT_FALSE(scaler.step(job.optimizer));
   });
 }
 
@@ -113,37 +102,29 @@ TEST(GradScaler, UnscalesForClippingBeforeTheStep) {
     Job plain(world), scaled(world);
     GradScaler scaler({.init_scale = 256});
     plain.loss(0).backward();
-    const double expected = plain.optimizer->clip_grad_norm_(0.01);
-    plain.optimizer->step();
+    const double expected = plain.optimizer.clip_grad_norm_(0.01);
+    plain.optimizer.step();
     scaler.scale(scaled.loss(0)).backward();
-    scaler.unscale_(*scaled.optimizer);
-    EXPECT_EQ(scaled.optimizer->clip_grad_norm_(0.01), expected);
-    scaler.step(*scaled.optimizer);
-    expect_same_state(scaled.sharded->full_state(), plain.sharded->full_state(), 0, "clipped");
+    scaler.unscale_(scaled.optimizer);
+    EXPECT_EQ(scaled.optimizer.clip_grad_norm_(0.01), expected);
+    scaler.step(scaled.optimizer);
+    expect_same_state(scaled.state(), plain.state(), 0, "clipped");
   });
 }
 
 TEST(GradScaler, HalfModelsSkipUntilTheScaleFits) {
   run_world(2, [](World& world) {
-    const auto net = seeded(3, [] { return std::make_shared<Mlp>(kWidth, 2, kOut); });
-    net->to(torch::kHalf);
-    torch::optim::SGD inner(net->parameters(), torch::optim::SGDOptions(0.1));
-    auto sharded = fully_shard(net, {.precision = {.master_dtype = at::kFloat}});
-    ShardedOptimizer optimizer(sharded, inner);
+    Job job(world, {.precision = {.master_dtype = at::kFloat}}, in_dtype(sgd(), torch::kHalf));
     GradScaler scaler({.init_scale = std::pow(2.0, 30)});
     int skipped = 0;
     for (int step = 0; step < 30; ++step) {
-      const Batch batch = global_batch(step, kRows, kWidth, kOut);
-      optimizer.zero_grad();
-      const auto out = net->forward(rows_of(batch.x, world.rank(), 2).to(torch::kHalf));
-      const auto loss = torch::mse_loss(out.to(torch::kFloat), rows_of(batch.y, world.rank(), 2));
-      scaler.scale(loss).backward();
-      skipped += !scaler.step(optimizer);
+      scaler.scale(job.loss(step)).backward();
+      skipped += !scaler.step(job.optimizer);
       scaler.update();
     }
     EXPECT_GT(skipped, 5);
     EXPECT_LT(skipped, 20);
-    EXPECT_EQ(optimizer.steps(), 30 - skipped);
+    EXPECT_EQ(job.optimizer.steps(), 30 - skipped);
   });
 }
 
@@ -154,26 +135,23 @@ TEST(GradScaler, WrongOrdersOfCallsAreRefusedWithPyTorchsWords) {
     EXPECT_EQ(runtime_error_of([&] { scaler.update(); }),
               "No inf checks were recorded prior to update.");
     scaler.scale(job.loss(0)).backward();
-    scaler.unscale_(*job.optimizer);
-    EXPECT_EQ(runtime_error_of([&] { scaler.unscale_(*job.optimizer); }),
+    scaler.unscale_(job.optimizer);
+    EXPECT_EQ(runtime_error_of([&] { scaler.unscale_(job.optimizer); }),
               "unscale_() has already been called on this optimizer since the last update().");
-    scaler.step(*job.optimizer);
-    EXPECT_EQ(runtime_error_of([&] { scaler.unscale_(*job.optimizer); }),
+    scaler.step(job.optimizer);
+    EXPECT_EQ(runtime_error_of([&] { scaler.unscale_(job.optimizer); }),
               "unscale_() is being called after step().");
-    EXPECT_EQ(runtime_error_of([&] { scaler.step(*job.optimizer); }),
+    EXPECT_EQ(runtime_error_of([&] { scaler.step(job.optimizer); }),
               "step() has already been called since the last update().");
-    EXPECT_EQ(
-        runtime_error_of([&] { scaler.step(*job.optimizer, [] { return torch::ones({}); }); }),
-        "Closure use is not currently supported if GradScaler is enabled.");
+    EXPECT_EQ(runtime_error_of([&] { scaler.step(job.optimizer, [] { return torch::ones({}); }); }),
+              "Closure use is not currently supported if GradScaler is enabled.");
     scaler.update();
     scaler.scale(job.loss(1)).backward();
-    EXPECT_TRUE(scaler.step(*job.optimizer));
+    EXPECT_TRUE(scaler.step(job.optimizer));
     scaler.update();
     scaler.scale(job.loss(2));
-    EXPECT_NE(runtime_error_of([&] {
-                scaler.unscale_(*job.optimizer);
-              }).find("there must be a backward since the last zero_grad()"),
-              std::string::npos);
+    expect_contains(runtime_error_of([&] { scaler.unscale_(job.optimizer); }),
+                    {"there must be a backward since the last zero_grad()"});
   });
 }
 
@@ -183,38 +161,34 @@ TEST(GradScaler, AStepOfALossThatWasNotScaledIsRefused) {
     Job job(world);
     GradScaler scaler({.init_scale = 65536});
     const auto refuses = [&](int step) {
-      const auto before = job.sharded->full_state();
+      const auto before = job.state();
       job.loss(step).backward();
-      EXPECT_NE(runtime_error_of([&] {
-                  scaler.step(*job.optimizer);
-                }).find("Attempted step but no loss was scaled since the last update"),
-                std::string::npos);
-      EXPECT_NE(runtime_error_of([&] {
-                  scaler.unscale_(*job.optimizer);
-                }).find("Attempted unscale_ but no loss was scaled"),
-                std::string::npos);
-      expect_same_state(job.sharded->full_state(), before, 0, "refused");
+      expect_contains(runtime_error_of([&] { scaler.step(job.optimizer); }),
+                      {"Attempted step but no loss was scaled since the last update"});
+      expect_contains(runtime_error_of([&] { scaler.unscale_(job.optimizer); }),
+                      {"Attempted unscale_ but no loss was scaled"});
+      expect_same_state(job.state(), before, 0, "refused");
     };
     refuses(0);
     scaler.scale(job.loss(1)).backward();
-    EXPECT_TRUE(scaler.step(*job.optimizer));
+    EXPECT_TRUE(scaler.step(job.optimizer));
     scaler.update();
     refuses(2);
     GradScaler unscaled({.init_scale = 1});  // does not change a loss
     job.loss(3).backward();
-    EXPECT_TRUE(unscaled.step(*job.optimizer));
+    EXPECT_TRUE(unscaled.step(job.optimizer));
   });
 }
 
 TEST(GradScaler, SeveralOptimizersShareOneScale) {
   run_world(2, [](World& world) {
-    const auto net = seeded(3, [] { return std::make_shared<Mlp>(kWidth, 2, kOut); });
+    const auto net = std::static_pointer_cast<Mlp>(sgd().make_net());
     torch::optim::SGD first(net->head->parameters(), torch::optim::SGDOptions(0.1));
     torch::optim::SGD second(net->norm->parameters(), torch::optim::SGDOptions(0.1));
     auto sharded = fully_shard(net, {});
     ShardedOptimizer one(sharded, first), two(sharded, second);
     GradScaler scaler({.init_scale = 8});
-    const Batch batch = global_batch(0, kRows, kWidth, kOut);
+    const Batch batch = global_batch(0, 12, 37, 5);
     auto loss = rank_loss(*net, batch, world.rank(), 2, 0);
     loss = loss + (net->norm->weight * std::numeric_limits<float>::infinity()).sum();
     scaler.scale(loss).backward();
@@ -230,14 +204,14 @@ TEST(GradScaler, DisabledItIsNotThere) {
     Job plain(world), other(world);
     GradScaler scaler({.enabled = false});
     plain.loss(0).backward();
-    plain.optimizer->step();
+    plain.optimizer.step();
     scaler.scale(other.loss(0)).backward();
-    scaler.unscale_(*other.optimizer);
-    EXPECT_TRUE(scaler.step(*other.optimizer));
+    scaler.unscale_(other.optimizer);
+    EXPECT_TRUE(scaler.step(other.optimizer));
     scaler.update();
     EXPECT_EQ(scaler.get_scale(), 1);
     EXPECT_TRUE(scaler.state().empty());
-    expect_same_state(other.sharded->full_state(), plain.sharded->full_state(), 0, "disabled");
+    expect_same_state(other.state(), plain.state(), 0, "disabled");
   });
 }
 
@@ -264,19 +238,18 @@ TEST(GradScaler, StateGoesOnWhereItWas) {
     GradScaler scaler({.init_scale = 64, .growth_interval = 3});
     for (int step = 0; step < 2; ++step) {
       scaler.scale(job.loss(step)).backward();
-      scaler.step(*job.optimizer);
+      scaler.step(job.optimizer);
       scaler.update();
     }
     GradScaler resumed;
     resumed.load_state(scaler.state());
     EXPECT_EQ(resumed.state(), scaler.state());
     resumed.scale(job.loss(2)).backward();
-    resumed.step(*job.optimizer);
+    resumed.step(job.optimizer);
     resumed.update();
     EXPECT_EQ(resumed.get_scale(), 128) << "the third step without an overflow";
     expect_error([&] { resumed.load_state({{"scale", 1.0}}); }, {"'growth_factor'"});
   });
 }
 
-}  // namespace grad_scaler_test
-}  // namespace tessera
+}  // namespace tessera::testing::grad_scaler_test

@@ -1,83 +1,67 @@
 // Sharded training on several hosts whose ranks share memory.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
-#include <tessera/comm/process_group_decorators.h>
 
-#include "engine/model/sharded_state.h"
-#include "support/models.h"
+#include "support/counted_job.h"
 #include "support/resident_pages.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace hosts_test {
+namespace tessera::testing::hosts_test {
 
-using namespace testing;
+// Expects of each plan the result of one process, and the same on all ranks.
+void expect_parity_on_hosts(const std::function<int(int)>& host_of,
+                            const std::vector<ShardPlan>& plans) {
+  const TrainingRun run = sgd_run<Mlp>();
+  const State expected = train_alone(run, 4);
+  std::vector<std::vector<State>> states(plans.size(), std::vector<State>(4));
+  run_hosts(4, host_of, [&](World& world) {
+    for (size_t i = 0; i < plans.size(); ++i)
+      states[i][world.rank()] = train_sharded(run, world, plans[i]);
+  });
+  for (size_t i = 0; i < plans.size(); ++i)
+    expect_same_states(states[i], expected, 2e-6, describe(4, plans[i]));
+}
 
 TEST(TrainingOnHosts, GivesTheResultOfOneProcess) {
-  const TrainingRun run = sgd_run<Mlp>();
-  const auto expected = train_alone(run, 4);
   for (const auto& host_of : {by_halves, by_turns}) {
-    for (const auto level : kAllLevels) {
-      for (const int64_t unit_bytes : {0, 1 << 24}) {
-        const auto what =
-            fmt::format("level {}, units of {} bytes", static_cast<int>(level), unit_bytes);
-        std::vector<std::vector<NamedTensor>> states(4);
-        run_hosts(4, host_of, [&](World& world) {
-          states[world.rank()] =
-              train_sharded(run, world, {.level = level, .unit_bytes = unit_bytes});
-        });
-        expect_same_state(states[0], expected, 2e-6, what);
-        for (const auto& state : states)
-          expect_same_state(state, states[0], 0, what + ", replicas");
-      }
-    }
+    for (const int64_t unit_bytes : {0, 1 << 24})
+      expect_parity_on_hosts(host_of, at_each_level({.unit_bytes = unit_bytes}));
   }
 }
 
 TEST(TrainingOnHosts, TakesMasterWeightsOffloadAndLimits) {
-  const TrainingRun run = sgd_run<Mlp>();
-  const auto expected = train_alone(run, 4);
   std::vector<ShardPlan> plans(3, {.unit_bytes = 6000});
   plans[0].precision.master_dtype = plans[0].precision.reduce_dtype = torch::kDouble;
   plans[1].offload = Offload::kHost;
   plans[2].resident_bytes = -1;
-  for (size_t i = 0; i < plans.size(); ++i) {
-    std::vector<std::vector<NamedTensor>> states(4);
-    run_hosts(4, by_halves,
-              [&](World& world) { states[world.rank()] = train_sharded(run, world, plans[i]); });
-    expect_same_state(states[0], expected, 2e-6, fmt::format("plan {}", i));
-    for (const auto& state : states) expect_same_state(state, states[0], 0, "replicas");
-  }
+  expect_parity_on_hosts(by_halves, plans);
 }
 
 // A host keeps its own ranks' shards, and whole units only while they are used.
 TEST(TrainingOnHosts, FreesWhatOtherHostsOwn) {
   TESSERA_ON_HOST_ONLY("parameters in shared memory");
   run_hosts(4, by_halves, [](World& world) {
-    auto net = seeded(7, [] { return std::make_shared<Mlp>(512, 4, 5); });
-    torch::optim::SGD inner(net->parameters(), torch::optim::SGDOptions(0.1));
-    auto sharded = fully_shard(net, {.unit_bytes = 0});
-    ShardedOptimizer optimizer(sharded, inner);
+    TrainingRun run = run_by<Mlp, torch::optim::SGD>(torch::optim::SGDOptions(0.1), 512, 4, 5);
+    run.in = 512;
+    ShardedJob job(run, world, {.unit_bytes = 0});
     auto& pg = *world.process_group();
     for (int step = 0; step < 3; ++step) {
-      const Batch batch = global_batch(step, 12, 512, 5);
-      optimizer.zero_grad();
-      rank_loss(*net, batch, world.rank(), world.size(), step).backward();
+      job.optimizer.zero_grad();
+      job.backward(step);
       pg.barrier({"test", Channel::kControl});
       int64_t whole = 0, resident = 0;
-      for (const auto& unit : sharded.state()->units()) {
+      for (const auto& unit : job.sharded.state()->units()) {
         EXPECT_TRUE(unit->is_shared());
         EXPECT_TRUE(unit->frees());
         EXPECT_EQ(unit->state(), Unit::State::kSharded);
         whole += unit->layout().nbytes();
         resident += kPage * resident_pages(unit->full());
       }
-      const auto units = static_cast<int64_t>(sharded.state()->units().size());
+      const auto units = static_cast<int64_t>(job.sharded.state()->units().size());
       EXPECT_LE(resident, whole / 2 + 2 * 4096 * units) << "of " << whole;
       pg.barrier({"test", Channel::kControl});
-      optimizer.step();
+      job.optimizer.step();
     }
-    EXPECT_LT(sharded.memory().peak_unsharded, 4 * 512 * 512 * 4);
+    EXPECT_LT(job.sharded.memory().peak_unsharded, 4 * 512 * 512 * 4);
   });
 }
 
@@ -96,28 +80,23 @@ TEST(TrainingOnHosts, OperatorsMayWriteParametersInPlace) {
   });
 }
 
+// What this rank sends of all units to the one other host.
+int64_t bytes_of_shards(const CountedJob<>& job) {
+  int64_t bytes = 0;
+  for (int64_t i = 0; i < job.units(); ++i) bytes += job.unit(i).shard_numel(job.world.rank()) * 4;
+  return bytes;
+}
 TEST(TrainingOnHosts, SendsAShardOncePerHost) {
   TESSERA_ON_HOST_ONLY("the backends of devices see to hosts themselves");
   run_hosts(4, by_halves, [](World& world) {
-    const auto counter = counting_process_group(world.process_group());
-    auto net = seeded(3, [] { return std::make_shared<Mlp>(37, 4, 5); });
-    torch::optim::SGD inner(net->parameters(), torch::optim::SGDOptions(0.1));
-    auto sharded = fully_shard(net, {.unit_bytes = 6000, .process_group = counter});
-    ShardedOptimizer optimizer(sharded, inner);
-    int64_t shards = 0;
-    for (const auto& unit : sharded.state()->units())
-      shards += unit->layout().shard_numel(world.rank()) * 4;
-    for (int step = 0; step < 4; ++step) {
-      const Batch batch = global_batch(step, 12, 37, 5);
-      optimizer.zero_grad();
-      rank_loss(*net, batch, world.rank(), world.size(), step).backward();
-      optimizer.step();
-      if (step == 2) counter->reset_counts();
-    }
+    CountedJob job(sgd_run<Mlp>(37, 4, 5), world, {.unit_bytes = 6000});
+    const int64_t shards = bytes_of_shards(job);
+    job.train(0, 3);
+    const CollectiveCounts counts = job.count_step(3);
     // Gathers in forward and in backward; the unit at the turn between them is gathered once.
-    EXPECT_GT(counter->counts().all_gather.bytes_sent, shards);
-    EXPECT_LE(counter->counts().all_gather.bytes_sent, 2 * shards);
-    EXPECT_LE(counter->counts().reduce_scatter.bytes_sent, 2 * shards);
+    EXPECT_GT(counts.all_gather.bytes_sent, shards);
+    EXPECT_LE(counts.all_gather.bytes_sent, 2 * shards);
+    EXPECT_LE(counts.reduce_scatter.bytes_sent, 2 * shards);
   });
 }
 
@@ -127,29 +106,16 @@ TEST(TrainingOnHosts, ParametersThatStayOnTheHostAreSentOnceAStep) {
   TESSERA_ON_HOST_ONLY("parameters in shared memory");
   for (const int64_t resident_bytes : {0, -1}) {
     run_hosts(4, by_halves, [&](World& world) {
-      const auto counter = counting_process_group(world.process_group());
-      auto net = seeded(3, [] { return std::make_shared<Mlp>(37, 4, 5); });
-      torch::optim::SGD inner(net->parameters(), torch::optim::SGDOptions(0.1));
-      auto sharded = fully_shard(
-          net, {.unit_bytes = 0, .resident_bytes = resident_bytes, .process_group = counter});
-      ShardedOptimizer optimizer(sharded, inner);
-      // To the one other host.
-      int64_t shards = 0;
-      for (const auto& unit : sharded.state()->units())
-        shards += unit->layout().shard_numel(world.rank()) * 4;
-      const Batch batch = global_batch(0, 12, 37, 5);
-      const auto loss = [&] { return rank_loss(*net, batch, world.rank(), world.size(), 0); };
-      for (int step = 0; step < 2; ++step) {
-        optimizer.zero_grad();
-        loss().backward();
-        optimizer.step();
-      }
-      optimizer.zero_grad();
-      counter->reset_counts();
-      const auto forward = loss();
-      const int64_t in_forward = counter->counts().all_gather.bytes_sent;
+      CountedJob job(sgd_run<Mlp>(37, 4, 5), world,
+                     {.unit_bytes = 0, .resident_bytes = resident_bytes});
+      const int64_t shards = bytes_of_shards(job);
+      job.train(0, 2);
+      job.optimizer.zero_grad();
+      job.reset_counts();
+      const auto forward = job.loss(2);
+      const int64_t in_forward = job.shard->counts().all_gather.bytes_sent;
       forward.backward();
-      const int64_t in_backward = counter->counts().all_gather.bytes_sent - in_forward;
+      const int64_t in_backward = job.shard->counts().all_gather.bytes_sent - in_forward;
       if (resident_bytes < 0) {
         EXPECT_LE(in_forward, shards);
         EXPECT_EQ(in_backward, 0);
@@ -160,5 +126,4 @@ TEST(TrainingOnHosts, ParametersThatStayOnTheHostAreSentOnceAStep) {
   }
 }
 
-}  // namespace hosts_test
-}  // namespace tessera
+}  // namespace tessera::testing::hosts_test

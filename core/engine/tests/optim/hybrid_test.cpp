@@ -1,16 +1,10 @@
 // Replicated shards: a mesh of a shard dim and a replicate dim.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
-#include <tessera/comm/process_group_decorators.h>
 
-#include "engine/model/sharded_state.h"
-#include "support/models.h"
-#include "support/run_world.h"
+#include "support/counted_job.h"
 
-namespace tessera {
-namespace hybrid_test {
-
-using namespace testing;
+namespace tessera::testing::hybrid_test {
 
 constexpr int64_t kWidth = 37, kRows = 12, kOut = 5;
 
@@ -23,20 +17,16 @@ ShardPlan hybrid(const World& world, int shard_size, ShardPlan plan) {
 
 // Expects of each case the result of one process, and the same on all ranks.
 void expect_parity_of_replicas(const TrainingRun& run, int ranks, int shard_size,
-                               const std::vector<ParityCase>& cases) {
-  const auto expected = train_alone(run, ranks);
-  std::vector<std::vector<std::vector<NamedTensor>>> states(
-      cases.size(), std::vector<std::vector<NamedTensor>>(ranks));
+                               const std::vector<ShardPlan>& plans) {
+  const State expected = train_alone(run, ranks);
+  std::vector<std::vector<State>> states(plans.size(), std::vector<State>(ranks));
   run_world(ranks, [&](World& world) {
-    for (size_t i = 0; i < cases.size(); ++i) {
-      states[i][world.rank()] = train_sharded(run, world, hybrid(world, shard_size, cases[i].plan));
-    }
+    for (size_t i = 0; i < plans.size(); ++i)
+      states[i][world.rank()] = train_sharded(run, world, hybrid(world, shard_size, plans[i]));
   });
-  for (size_t i = 0; i < cases.size(); ++i) {
-    for (const auto& state : states[i])
-      expect_same_state(state, states[i][0], 0, cases[i].what + ", replicas");
-    expect_same_state(states[i][0], expected, 2e-6, cases[i].what);
-  }
+  for (size_t i = 0; i < plans.size(); ++i)
+    expect_same_states(states[i], expected, 2e-6,
+                       fmt::format("shards over {}, {}", shard_size, describe(ranks, plans[i])));
 }
 
 TEST(Hybrid, EveryLevelAndPartitionGivesTheResultOfOneProcessAndOfShardingOverAllRanks) {
@@ -44,63 +34,25 @@ TEST(Hybrid, EveryLevelAndPartitionGivesTheResultOfOneProcessAndOfShardingOverAl
   run.steps = 3;
   for (const auto& [ranks, shard_size] :
        {std::pair(4, 2), std::pair(2, 1), std::pair(2, 2), std::pair(3, 1), std::pair(4, 1)}) {
-    std::vector<ParityCase> cases;
-    for (const ShardLevel level : kAllLevels) {
-      for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
-        const ShardPlan plan{.level = level, .partition = partition, .unit_bytes = 6000};
-        cases.push_back({plan, fmt::format("{} ranks, shards over {}, level {}, partition {}",
-                                           ranks, shard_size, int(level), int(partition))});
-      }
-    }
-    expect_parity_of_replicas(run, ranks, shard_size, cases);
+    expect_parity_of_replicas(run, ranks, shard_size, with_each_partition({.unit_bytes = 6000}));
   }
 }
 
-// Two replicas of two ranks, behind a counter for each dim.
-struct Job {
-  Job(World& world, ShardPlan plan, std::shared_ptr<Mlp> model = nullptr) : world(world) {
-    const auto process_groups = world.hybrid_process_groups(2);
-    plan.process_group = shard = counting_process_group(process_groups.shard);
-    plan.replicate_group = replicate = counting_process_group(process_groups.replicate);
-    net = model ? model : seeded(3, [] { return std::make_shared<Mlp>(kWidth, 4, kOut); });
-    inner =
-        std::make_unique<torch::optim::AdamW>(net->parameters(), torch::optim::AdamWOptions(1e-3));
-    sharded = std::make_unique<Sharded<Mlp>>(fully_shard(net, plan));
-    optimizer = std::make_unique<ShardedOptimizer>(*sharded, *inner);
-  }
-  void backward(int i) {
-    const Batch batch = global_batch(i, kRows, kWidth, kOut);
-    rank_loss(*net, batch, world.rank(), world.size(), i).backward();
-  }
-  void step(int i) {
-    optimizer->zero_grad();
-    backward(i);
-    optimizer->step();
-  }
-  int64_t bytes() const {
-    int64_t total = 0;
-    for (const auto& unit : sharded->state()->units()) total += unit->layout().nbytes();
-    return total;
-  }
-
-  World& world;
-  std::shared_ptr<CountingProcessGroup> shard, replicate;
-  std::shared_ptr<Mlp> net;
-  std::unique_ptr<torch::optim::AdamW> inner;
-  std::unique_ptr<Sharded<Mlp>> sharded;
-  std::unique_ptr<ShardedOptimizer> optimizer;
+// Two replicas of two ranks.
+struct Job : CountedJob<Mlp> {
+  Job(World& world, const ShardPlan& plan)
+      : CountedJob(
+            run_by<Mlp, torch::optim::AdamW>(torch::optim::AdamWOptions(1e-3), kWidth, 4, kOut),
+            world, plan, {}, 2) {}
 };
 
 TEST(Hybrid, AStepReduceScattersInsideAndAllReducesShardsAcross) {
   for (const ShardLevel level : {ShardLevel::kGradients, ShardLevel::kParameters}) {
     run_world(4, [&](World& world) {
       Job job(world, {.level = level, .unit_bytes = 6000});
-      for (int i = 0; i < 3; ++i) job.step(i);
-      job.shard->reset_counts();
-      job.replicate->reset_counts();
-      job.step(3);
-      const auto inside = job.shard->counts(), across = job.replicate->counts();
-      const auto units = static_cast<int64_t>(job.sharded->state()->units().size());
+      job.train(0, 3);
+      const auto inside = job.count_step(3), across = job.replicate->counts();
+      const int64_t units = job.units();
       EXPECT_EQ(inside.reduce_scatter.calls, units);
       EXPECT_EQ(inside.reduce_scatter.bytes_sent, job.bytes() / 2);
       EXPECT_EQ(inside.all_reduce.calls, 1) << "which parameters were used";
@@ -115,14 +67,16 @@ TEST(Hybrid, AStepReduceScattersInsideAndAllReducesShardsAcross) {
 
 TEST(Hybrid, SeveralBackwardsAddUpWithAndWithoutSynchronizingEach) {
   const auto expected = [] {
-    const auto run = sgd_run<Mlp>(kWidth, 4, kOut);
-    const auto net = seeded(3, [] { return std::make_shared<Mlp>(kWidth, 4, kOut); });
+    const auto run =
+        run_by<Mlp, torch::optim::AdamW>(torch::optim::AdamWOptions(1e-3), kWidth, 4, kOut);
+    const auto net = run.make_net();
     torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(1e-3));
     for (int step = 0; step < 2; ++step) {
       optimizer.zero_grad();
       for (int i = 0; i < 3; ++i) {
         const Batch batch = global_batch(10 * step + i, kRows, kWidth, kOut);
-        for (int rank = 0; rank < 4; ++rank) (rank_loss(*net, batch, rank, 4, i) / 4).backward();
+        for (int rank = 0; rank < 4; ++rank)
+          (rank_loss(*net, batch, rank, 4, 10 * step + i) / 4).backward();
       }
       optimizer.step();
     }
@@ -132,15 +86,14 @@ TEST(Hybrid, SeveralBackwardsAddUpWithAndWithoutSynchronizingEach) {
     run_world(4, [&](World& world) {
       Job job(world, {.unit_bytes = 6000});
       for (int step = 0; step < 2; ++step) {
-        job.optimizer->zero_grad();
+        job.optimizer.zero_grad();
         for (int i = 0; i < 3; ++i) {
-          std::optional<ShardedModule::NoSync> local;
-          if (!sync_each && i < 2) local.emplace(job.sharded->state());
-          job.backward(10 * step + i);
+          const int batch = 10 * step + i;
+          !sync_each&& i < 2 ? job.backward_without_sync(batch) : job.backward(batch);
         }
-        job.optimizer->step();
+        job.optimizer.step();
       }
-      expect_same_state(job.sharded->full_state(), expected, 2e-6,
+      expect_same_state(job.state(), expected, 2e-6,
                         sync_each ? "each backward reduces" : "the last backward reduces");
     });
   }
@@ -161,12 +114,7 @@ struct Branches : Net {
 };
 
 TEST(Hybrid, ParametersThatSomeOrNoRanksUseAreAgreedOnByAllMeshDims) {
-  const auto run = sgd_run<Branches>();
-  std::vector<ParityCase> cases;
-  for (const ShardLevel level : kAllLevels)
-    cases.push_back(
-        {{.level = level, .unit_bytes = 0}, fmt::format("branches, level {}", int(level))});
-  expect_parity_of_replicas(run, 4, 2, cases);
+  expect_parity_of_replicas(sgd_run<Branches>(), 4, 2, at_each_level({.unit_bytes = 0}));
 }
 
 TEST(Hybrid, ClippingCountsEachElementOnceWithExclusionsAndMissingGradients) {
@@ -253,5 +201,4 @@ TEST(Hybrid, AModelThatDiffersInAnotherReplicaIsNamedOnAllRanks) {
   });
 }
 
-}  // namespace hybrid_test
-}  // namespace tessera
+}  // namespace tessera::testing::hybrid_test

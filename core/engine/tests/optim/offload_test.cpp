@@ -6,87 +6,47 @@
 #include <filesystem>
 #include <fstream>
 
-#include "engine/model/sharded_state.h"
-#include "support/models.h"
-#include "support/run_world.h"
 #include "support/scratch_directory.h"
+#include "support/sharded_job.h"
 
-namespace tessera {
-namespace offload_test {
+namespace tessera::testing::offload_test {
 
-using namespace testing;
-
-constexpr int64_t kWidth = 37, kRows = 12, kOut = 5;
+constexpr int64_t kWidth = 37, kOut = 5;
 
 TrainingRun adamw_run() {
-  auto run = sgd_run<Mlp>(kWidth, 3, kOut);
-  run.make_optimizer = [](Net& net) {
-    return std::make_unique<torch::optim::AdamW>(net.parameters(),
-                                                 torch::optim::AdamWOptions(1e-2));
-  };
-  return run;
+  return run_by<Mlp, torch::optim::AdamW>(torch::optim::AdamWOptions(1e-2), kWidth, 3, kOut);
 }
 
-TEST(Offload, GivesTheSameBitsAtEveryLevelPlaceAndPrecision) {
+// Expects the bits that training without offloading has.
+void expect_same_bits(const TrainingRun& run, World& world, ShardPlan plan,
+                      const ScratchDirectory& directory) {
+  const auto train = [&] { return train_sharded(run, world, plan, {.fused = true}); };
+  const State expected = train();
+  for (const auto offload : {Offload::kHost, Offload::kDirectory}) {
+    plan.offload = offload;
+    if (offload == Offload::kDirectory)
+      plan.offload_directory = directory.path() / "made" / "when_needed";
+    expect_same_state(train(), expected, 0, describe(world.size(), plan));
+  }
+}
+
+TEST(Offload, GivesTheSameBitsAtEveryLevelPlaceAndPartition) {
   const ScratchDirectory directory;
   for (TrainingRun run : {adamw_run(), sgd_run<Mlp>(kWidth, 3, kOut)}) {
     run.steps = 3;
-    const auto train = [&](World& world, const ShardPlan& plan) {
-      return train_sharded(run, world, plan, {.fused = true});
-    };
-    for (const int ranks : {1, 2, 3}) {
-      run_world(ranks, [&](World& world) {
-        for (const ShardLevel level : kAllLevels) {
-          for (const auto param_dtype : {at::kFloat, at::kDouble}) {
-            // In a double model, the float masters are replaced by the model's own dtype: no copy
-            // but the offloaded one.
-            ShardPlan plan{.level = level, .unit_bytes = 6000};
-            if (param_dtype == at::kDouble && level != ShardLevel::kParameters)
-              plan.partition = Partition::kWholeParam;
-            const auto expected = train(world, plan);
-            for (const auto offload : {Offload::kHost, Offload::kDirectory}) {
-              plan.offload = offload;
-              if (offload == Offload::kDirectory)
-                plan.offload_directory = directory.path() / "made" / "when_needed";
-              expect_same_state(
-                  train(world, plan), expected, 0,
-                  fmt::format("{} ranks, level {}, offload {}", ranks, int(level), int(offload)));
-            }
-          }
-        }
-      });
-    }
+    on_worlds({1, 2, 3}, with_each_partition({.unit_bytes = 6000}),
+              [&](World& world, const ShardPlan& plan) {
+                expect_same_bits(run, world, plan, directory);
+              });
   }
 }
 
 TEST(Offload, OfHalfModelsGivesTheSameBits) {
   const ScratchDirectory directory;
-  for (const ShardLevel level : kAllLevels) {
-    run_world(2, [&](World& world) {
-      std::vector<std::vector<NamedTensor>> states;
-      for (const auto offload : {Offload::kNone, Offload::kHost, Offload::kDirectory}) {
-        const auto net = seeded(7, [] { return std::make_shared<Mlp>(kWidth, 3, kOut); });
-        net->to(torch::kBFloat16);
-        torch::optim::AdamW inner(net->parameters(), torch::optim::AdamWOptions(1e-2));
-        auto sharded = fully_shard(net, {.level = level,
-                                         .unit_bytes = 3000,
-                                         .precision = {.master_dtype = at::kFloat},
-                                         .offload = offload,
-                                         .offload_directory = directory.path_for(offload)});
-        ShardedOptimizer optimizer(sharded, inner);
-        for (int step = 0; step < 3; ++step) {
-          const Batch batch = global_batch(step, kRows, kWidth, kOut);
-          optimizer.zero_grad();
-          const auto out = net->forward(rows_of(batch.x, world.rank(), 2).to(torch::kBFloat16));
-          out.to(torch::kFloat).pow(2).mean().backward();
-          optimizer.step();
-        }
-        states.push_back(sharded.full_state());
-      }
-      expect_same_state(states[1], states[0], 0, "host");
-      expect_same_state(states[2], states[0], 0, "directory");
-    });
-  }
+  const TrainingRun run = in_dtype(adamw_run(), torch::kBFloat16);
+  on_worlds(
+      {2}, at_each_level({.unit_bytes = 3000, .precision = {.master_dtype = at::kFloat}}),
+      [&](World& world, const ShardPlan& plan) { expect_same_bits(run, world, plan, directory); });
 }
 
 int64_t resident_bytes() {
@@ -208,5 +168,4 @@ TEST(Offload, OptimizersWhoseStateCannotBeReadAreRefused) {
   });
 }
 
-}  // namespace offload_test
-}  // namespace tessera
+}  // namespace tessera::testing::offload_test

@@ -4,20 +4,16 @@
 
 #include "engine/model/sharded_state.h"
 #include "engine/optim/param_state.h"
-#include "support/models.h"
-#include "support/run_world.h"
+#include "support/sharded_job.h"
 
-namespace tessera {
-namespace optimizer_test {
+namespace tessera::testing::optimizer_test {
 
-using namespace testing;
 using namespace torch::optim;
 
 constexpr int kRanks[] = {1, 2, 3, 4};
 
-std::shared_ptr<Mlp> make_mlp() {
-  return seeded(7, [] { return std::make_shared<Mlp>(37, 2, 5); });
-}
+TrainingRun mlp_run() { return sgd_run<Mlp>(37, 2, 5); }
+std::shared_ptr<Mlp> make_mlp() { return std::static_pointer_cast<Mlp>(mlp_run().make_net()); }
 
 struct NamedRun {
   std::string name;
@@ -56,7 +52,7 @@ TEST(Optimizers, PlainAndFusedStepsOnShardsGiveTheResultOfOneProcess) {
       {.level = ShardLevel::kGradients, .partition = Partition::kWholeParam, .unit_bytes = 6000},
       {.level = ShardLevel::kParameters, .partition = Partition::kFlatEven, .unit_bytes = 6000}};
   for (const NamedRun& optimizer : all_optimizers()) {
-    TrainingRun run = sgd_run<Mlp>(37, 2, 5);
+    TrainingRun run = mlp_run();
     run.make_optimizer = [&](Net& net) { return optimizer.make(net.parameters()); };
     run.steps = 3;
     for (const int ranks : kRanks) {
@@ -65,11 +61,7 @@ TEST(Optimizers, PlainAndFusedStepsOnShardsGiveTheResultOfOneProcess) {
         for (const bool fused : {false, true}) {
           // Adam divides by the root of a mean: tiny gradients turn rounding into whole steps.
           const double tolerance = !fused && ranks != 3 ? 0 : ranks == 3 ? 1e-4 : 2e-5;
-          cases.push_back({plan,
-                           fmt::format("{}, {} ranks, level {}, fused {}", optimizer.name, ranks,
-                                       static_cast<int>(plan.level), fused),
-                           {.fused = fused},
-                           tolerance});
+          cases.push_back({plan, optimizer.name, {.fused = fused}, tolerance});
         }
       }
       expect_parity_of_each(run, ranks, cases);
@@ -78,7 +70,8 @@ TEST(Optimizers, PlainAndFusedStepsOnShardsGiveTheResultOfOneProcess) {
 }
 
 TEST(Optimizers, ParamGroupsKeepTheirOptionsAndSchedulersWork) {
-  const auto make_groups = [](Net& net) {
+  TrainingRun run = mlp_run();
+  run.make_optimizer = [](Net& net) {
     std::vector<torch::Tensor> decay, rest;
     for (const auto& param : net.parameters()) (param.dim() > 1 ? decay : rest).push_back(param);
     std::vector<OptimizerParamGroup> groups;
@@ -88,7 +81,7 @@ TEST(Optimizers, ParamGroupsKeepTheirOptionsAndSchedulersWork) {
     return std::make_unique<AdamW>(groups, AdamWOptions(1e-3));
   };
   const auto alone = make_mlp();
-  const auto plain = make_groups(*alone);
+  const auto plain = run.make_optimizer(*alone);
   StepLR plain_scheduler(*plain, 2, 0.5);
   for (int step = 0; step < 5; ++step) {
     plain->zero_grad();
@@ -99,21 +92,11 @@ TEST(Optimizers, ParamGroupsKeepTheirOptionsAndSchedulersWork) {
   for (const int ranks : kRanks) {
     for (const bool fused : {false, true}) {
       run_world(ranks, [&](World& world) {
-        const auto net = make_mlp();
-        const auto inner = make_groups(*net);
-        StepLR scheduler(*inner, 2, 0.5);
-        auto sharded = fully_shard(net);
-        ShardedOptimizer optimizer(sharded, *inner, {.fused = fused});
-        for (int step = 0; step < 5; ++step) {
-          optimizer.zero_grad();
-          rank_loss(*net, global_batch(step, 12, 37, 5), world.rank(), world.size(), step)
-              .backward();
-          optimizer.step();
-          scheduler.step();
-        }
-        EXPECT_DOUBLE_EQ(inner->param_groups()[1].options().get_lr(), 3e-2 * 0.25);
-        expect_same_state(sharded.full_state(), plain_state(*alone), 1e-4,
-                          fmt::format("{} ranks", ranks));
+        ShardedJob job(run, world, {}, {.fused = fused});
+        StepLR scheduler(*job.inner, 2, 0.5);
+        for (int step = 0; step < 5; ++step) job.step(step), scheduler.step();
+        EXPECT_DOUBLE_EQ(job.inner->param_groups()[1].options().get_lr(), 3e-2 * 0.25);
+        expect_same_state(job.state(), plain_state(*alone), 1e-4, fmt::format("{} ranks", ranks));
       });
     }
   }
@@ -155,14 +138,12 @@ TEST(Optimizers, StateFromBeforeShardingIsCutAndUsed) {
 
 TEST(Optimizers, AClosureIsEvaluatedOnceWithGradientsEnabled) {
   run_world(2, [](World& world) {
-    auto sharded = fully_shard(make_mlp());
-    SGD inner(sharded->parameters(), 0.1);
-    ShardedOptimizer optimizer(sharded, inner);
+    ShardedJob job(mlp_run(), world);
     torch::NoGradGuard no_grad;
     int calls = 0;
-    const auto loss = optimizer.step([&] {
+    const auto loss = job.optimizer.step([&] {
       ++calls;
-      auto value = rank_loss(*sharded, global_batch(0, 12, 37, 5), world.rank(), world.size(), 0);
+      auto value = job.loss(0);
       value.backward();
       return value;
     });
@@ -173,16 +154,12 @@ TEST(Optimizers, AClosureIsEvaluatedOnceWithGradientsEnabled) {
 
 // Runs refused calls on every rank, and expects no change.
 void on_ranks(const std::function<void(World&, Sharded<Mlp>&)>& f) {
-  for (const int ranks : {1, 2, 3}) {
-    run_world(ranks, [&](World& world) {
-      for (const auto level :
-           {ShardLevel::kNone, ShardLevel::kGradients, ShardLevel::kParameters}) {
-        auto sharded = fully_shard(make_mlp(), {.level = level, .unit_bytes = 6000});
-        f(world, sharded);
-        expect_same_state(sharded.full_state(), plain_state(*make_mlp()), 0, "nothing changed");
-      }
-    });
-  }
+  on_worlds({1, 2, 3}, at_each_level({.unit_bytes = 6000}),
+            [&](World& world, const ShardPlan& plan) {
+              auto sharded = fully_shard(make_mlp(), plan);
+              f(world, sharded);
+              expect_same_state(sharded.full_state(), plain_state(*make_mlp()), 0, "unchanged");
+            });
 }
 
 TEST(RefusedOptimizers, AStepBeforeABackwardSaysSo) {
@@ -333,23 +310,19 @@ TEST(Optimizers, ZeroGradLeavesTheGradientsOfOthers) {
   train_in_turns<Step, Clear>(
       *alone, {[&] { a.step(); }, [&] { b.step(); }},
       {[&](bool none) { a.zero_grad(none); }, [&](bool none) { b.zero_grad(none); }}, 0, 1);
-  for (const int ranks : kRanks) {
-    run_world(ranks, [&](World& world) {
-      for (const ShardLevel level : kAllLevels) {
-        for (const int64_t unit_bytes : {0, 6000}) {
-          const auto net = make_mlp();
-          SGD inner_a(parts(*net)[0], 0.1), inner_b(parts(*net)[1], 0.2);
-          auto sharded = fully_shard(net, {.level = level, .unit_bytes = unit_bytes});
-          ShardedOptimizer first(sharded, inner_a), second(sharded, inner_b);
-          train_in_turns<Step, Clear>(*net, {[&] { first.step(); }, [&] { second.step(); }},
-                                      {[&](bool none) { first.zero_grad(none); },
-                                       [&](bool none) { second.zero_grad(none); }},
-                                      world.rank(), world.size());
-          expect_same_state(sharded.full_state(), plain_state(*alone), 1e-5,
-                            fmt::format("{} ranks, level {}", ranks, static_cast<int>(level)));
-        }
-      }
-    });
+  for (const int64_t unit_bytes : {0, 6000}) {
+    on_worlds({1, 2, 3, 4}, at_each_level({.unit_bytes = unit_bytes}),
+              [&](World& world, const ShardPlan& plan) {
+                const auto net = make_mlp();
+                SGD inner_a(parts(*net)[0], 0.1), inner_b(parts(*net)[1], 0.2);
+                auto sharded = fully_shard(net, plan);
+                ShardedOptimizer first(sharded, inner_a), second(sharded, inner_b);
+                train_in_turns<Step, Clear>(*net, {[&] { first.step(); }, [&] { second.step(); }},
+                                            {[&](bool none) { first.zero_grad(none); },
+                                             [&](bool none) { second.zero_grad(none); }},
+                                            world.rank(), world.size());
+                expect_same_state(sharded.full_state(), plain_state(*alone), 1e-5, "in turns");
+              });
   }
 }
 
@@ -405,29 +378,23 @@ TEST(Optimizers, ADeclarationHoldsForParametersAddedLater) {
 }
 
 TEST(Optimizers, OneThatNeedsWholeParametersHasThemUnderWholeParam) {
-  TrainingRun run = sgd_run<Mlp>(37, 2, 5);
+  TrainingRun run = mlp_run();
   run.make_optimizer = [](Net& net) {
     return std::make_unique<Direction>(net.parameters(), SGDOptions(0.1));
   };
-  for (const int ranks : kRanks) {
-    for (const ShardLevel level : kAllLevels)
-      expect_parity(run, ranks, {.level = level, .partition = Partition::kWholeParam},
-                    fmt::format("{} ranks, level {}", ranks, static_cast<int>(level)));
-  }
+  for (const int ranks : kRanks)
+    expect_parity_of_each(run, ranks,
+                          cases_of(at_each_level({.partition = Partition::kWholeParam})));
 }
 
 TEST(Optimizers, OneOfTheUsersStepsOnPartsIfDeclaredElementwise) {
-  TrainingRun run = sgd_run<Mlp>(37, 2, 5);
+  TrainingRun run = mlp_run();
   run.make_optimizer = [](Net& net) {
     return std::make_unique<Sign>(net.parameters(), SGDOptions(0.1));
   };
-  for (const int ranks : {1, 2, 4}) {
-    for (const ShardLevel level : kAllLevels)
-      expect_parity(run, ranks, {.level = level},
-                    fmt::format("{} ranks, level {}", ranks, static_cast<int>(level)),
-                    {.elementwise = true});
-  }
+  std::vector<ParityCase> cases = cases_of(at_each_level());
+  for (ParityCase& item : cases) item.options = {.elementwise = true};
+  for (const int ranks : {1, 2, 4}) expect_parity_of_each(run, ranks, cases);
 }
 
-}  // namespace optimizer_test
-}  // namespace tessera
+}  // namespace tessera::testing::optimizer_test

@@ -6,19 +6,14 @@
 
 #include <cmath>
 
-#include "engine/model/sharded_state.h"
-#include "support/models.h"
-#include "support/run_world.h"
+#include "support/counted_job.h"
+#include "support/distinct_parameters.h"
 #include "support/scratch_directory.h"
 
-namespace tessera {
-namespace outer_test {
-
-using namespace testing;
+namespace tessera::testing::outer_test {
 
 constexpr int64_t kWidth = 37, kRows = 12, kOut = 5;
 
-using State = std::vector<NamedTensor>;
 using MakeOptimizer =
     std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<torch::Tensor>)>;
 
@@ -37,16 +32,6 @@ struct OuterRun {
   int replicas = 2, shards = 1, steps = 7;
   int ranks() const { return replicas * shards; }
 };
-
-// Tied ones once.
-std::vector<torch::Tensor> distinct_parameters(Net& net) {
-  std::vector<torch::Tensor> result;
-  for (const auto& param : net.parameters()) {
-    if (std::none_of(result.begin(), result.end(), [&](const auto& p) { return p.is_same(param); }))
-      result.push_back(param);
-  }
-  return result;
-}
 
 std::vector<torch::Tensor> trained(Net& net) {
   std::vector<torch::Tensor> result;
@@ -130,36 +115,17 @@ std::vector<std::vector<State>> simulate(const OuterRun& run, const OuterStep& o
   return states;
 }
 
-// A model and its optimizer on one rank, behind a counter for each dim.
-struct OuterJob {
-  OuterJob(World& world, const OuterRun& run, ShardPlan plan,
-           const ShardedOptimizerOptions& options = {.fused = false})
-      : world(world), net(run.make_net()) {
-    const auto groups = world.hybrid_process_groups(run.shards);
-    plan.process_group = shard = counting_process_group(groups.shard);
-    plan.replicate_group = replicate = counting_process_group(groups.replicate);
-    inner = run.make_optimizer(distinct_parameters(*net));
-    sharded = std::make_unique<Sharded<Net>>(fully_shard(net, plan));
-    optimizer = std::make_unique<ShardedOptimizer>(*sharded, *inner, options);
-    shard->reset_counts();
-    replicate->reset_counts();
-  }
-  void backward(int step) {
-    optimizer->zero_grad();
-    const Batch batch = global_batch(step, kRows, kWidth, kOut);
-    rank_loss(*net, batch, world.rank(), world.size(), step).backward();
-  }
-  void step(int step) {
-    backward(step);
-    optimizer->step();
-  }
+TrainingRun training_of(const OuterRun& run) {
+  return {.make_net = run.make_net, .make_optimizer = [make = run.make_optimizer](Net& net) {
+            return make(distinct_parameters(net));
+          }};
+}
 
-  World& world;
-  std::shared_ptr<Net> net;
-  std::shared_ptr<CountingProcessGroup> shard, replicate;
-  std::unique_ptr<torch::optim::Optimizer> inner;
-  std::unique_ptr<Sharded<Net>> sharded;
-  std::unique_ptr<ShardedOptimizer> optimizer;
+// A model and its optimizer on one rank.
+struct OuterJob : CountedJob<> {
+  OuterJob(World& world, const OuterRun& run, const ShardPlan& plan,
+           const ShardedOptimizerOptions& options = {.fused = false})
+      : CountedJob(training_of(run), world, plan, options, run.shards) {}
 };
 
 // Expects what the simulation has after each step, equal bits of all ranks of a replica, and of all
@@ -176,9 +142,8 @@ void expect_simulated(const OuterRun& run, const std::vector<ParityCase>& cases,
           OuterJob job(world, run, cases[i].plan);
           for (int step = 0; step < run.steps; ++step) {
             job.step(step);
-            EXPECT_EQ(job.optimizer->steps_since_average(),
-                      (step + 1) % cases[i].plan.outer->every);
-            states[i][world.rank()].push_back(job.sharded->full_state());
+            EXPECT_EQ(job.optimizer.steps_since_average(), (step + 1) % cases[i].plan.outer->every);
+            states[i][world.rank()].push_back(job.state());
           }
         }
       },
@@ -210,16 +175,16 @@ TEST(Outer, EqualsASimulationInOneProcessAtEveryStepAndLevel) {
     for (const auto& [name, make] : {std::pair("SGD", kSgd), std::pair("AdamW", kAdamW)}) {
       const OuterRun run{.make_optimizer = make, .shards = shards};
       std::vector<ParityCase> cases;
-      for (const ShardLevel level :
-           {ShardLevel::kNone, ShardLevel::kGradients, ShardLevel::kParameters}) {
+      for (const ShardPlan& plan : at_each_level({.unit_bytes = 6000})) {
         for (const OuterStep& outer :
              {OuterStep{.every = 1}, OuterStep{.every = 3},
               OuterStep{.every = 3, .learning_rate = 0.9, .momentum = 0.5, .nesterov = false},
               OuterStep{.every = 3, .learning_rate = 1, .momentum = 0},
               OuterStep{.every = 3, .learning_rate = 0.5, .momentum = 0}}) {
-          cases.push_back({{.level = level, .unit_bytes = 6000, .outer = outer},
-                           fmt::format("replicas of {}, {}, level {}, every {}, lr {}", shards,
-                                       name, int(level), outer.every, outer.learning_rate)});
+          cases.push_back(
+              {plan, fmt::format("replicas of {}, {}, level {}, every {}, lr {}", shards, name,
+                                 int(plan.level), outer.every, outer.learning_rate)});
+          cases.back().plan.outer = outer;
         }
       }
       expect_simulated(run, cases);
@@ -281,21 +246,9 @@ TEST(Outer, TiedFrozenAndUnusedParametersInEveryPlaceGiveTheSimulatedResult) {
   }
 }
 
-// Takes and returns floats.
-struct HalfMlp : Mlp {
-  using Mlp::Mlp;
-  torch::Tensor forward(torch::Tensor x) override {
-    return Mlp::forward(x.to(torch::kBFloat16)).to(torch::kFloat);
-  }
-};
-
 TEST(Outer, MasterWeightsAreAveragedAndRoundedOnce) {
   OuterRun run;
-  run.make_net = [] {
-    const auto net = seeded(7, [] { return std::make_shared<HalfMlp>(kWidth, 2, kOut); });
-    net->to(torch::kBFloat16);
-    return net;
-  };
+  run.make_net = in_dtype(sgd_run<Mlp>(kWidth, 2, kOut), torch::kBFloat16).make_net;
   std::vector<ParityCase> cases;
   for (const ShardLevel level : {ShardLevel::kNone, ShardLevel::kParameters}) {
     for (const auto offload : {Offload::kNone, Offload::kHost})
@@ -327,8 +280,7 @@ TEST(Outer, AnAverageAfterEachStepOfPlainSgdIsDataParallel) {
         expected.step(step);
         job.step(step);
       }
-      expect_same_state(job.sharded->full_state(), expected.sharded->full_state(), 4e-6,
-                        fmt::format("{} replicas", replicas));
+      expect_same_state(job.state(), expected.state(), 4e-6, fmt::format("{} replicas", replicas));
     });
   }
 }
@@ -336,30 +288,12 @@ TEST(Outer, AnAverageAfterEachStepOfPlainSgdIsDataParallel) {
 TEST(Outer, OneRankPerReplicaNeedsNoProcessGroupMadeForIt) {
   const OuterRun run;
   run_world(2, [&](World& world) {
-    const auto net = run.make_net();
-    const auto inner = run.make_optimizer(net->parameters());
-    auto sharded = fully_shard(net, {.process_group = single_process_group(),
-                                     .replicate_group = world.process_group(),
-                                     .outer = OuterStep{.every = 2}});
-    ShardedOptimizer optimizer(sharded, *inner, {.fused = false});
-    for (int step = 0; step < 4; ++step) {
-      optimizer.zero_grad();
-      rank_loss(*net, global_batch(step, kRows, kWidth, kOut), world.rank(), 2, step).backward();
-      optimizer.step();
-    }
-    expect_same_state(sharded.full_state(), simulate(run, {.every = 2})[3][0], 4e-6, "world");
-  });
-}
-
-TEST(Outer, StartValuesComeFromTheFirstRankOfAllReplicas) {
-  run_world(4, [](World& world) {
-    OuterRun run{.shards = 2};
-    run.make_net = [&] {
-      return seeded(world.rank(), [] { return std::make_shared<Mlp>(kWidth, 2, kOut); });
-    };
-    OuterJob job(world, run, {.outer = OuterStep{.every = 2}});
-    const auto first = seeded(0, [] { return std::make_shared<Mlp>(kWidth, 2, kOut); });
-    expect_same_state(job.sharded->full_state(), plain_state(*first), 0, "rank 0's values");
+    ShardedJob job(training_of(run), world,
+                   {.process_group = single_process_group(),
+                    .replicate_group = world.process_group(),
+                    .outer = OuterStep{.every = 2}});
+    job.train(0, 4);
+    expect_same_state(job.state(), simulate(run, {.every = 2})[3][0], 4e-6, "world");
   });
 }
 
@@ -374,17 +308,16 @@ TEST(Outer, SendsNothingToReplicasBetweenAveragesAndTwiceThePartLessAShareThen) 
                      {.max_grad_norm = 0.5});
         GradScaler scaler;
         int64_t bytes = 0, units = 0;
-        for (const auto& unit : job.sharded->state()->units()) {
+        for (const auto& unit : job.sharded.state()->units()) {
           const int64_t numel = unit->updated().numel();
           bytes += 4 * numel;  // 2 (R - 1) / R of it for R = 2
           units += numel > 0;
         }
         for (int step = 0; step < 6; ++step) {
           job.replicate->reset_counts();
-          job.optimizer->zero_grad();
-          const Batch batch = global_batch(step, kRows, kWidth, kOut);
-          scaler.scale(rank_loss(*job.net, batch, world.rank(), world.size(), step)).backward();
-          scaler.step(*job.optimizer);
+          job.optimizer.zero_grad();
+          scaler.scale(job.loss(step)).backward();
+          scaler.step(job.optimizer);
           scaler.update();
           const auto counts = job.replicate->counts();
           const bool averages = step % 3 == 2;
@@ -404,7 +337,7 @@ TEST(Outer, TwentyStepsSendATwentiethOfTheReductionsOfGradients) {
   run_world(2, [](World& world) {
     const auto bytes_of = [&](std::optional<OuterStep> outer) {
       OuterJob job(world, {}, {.level = ShardLevel::kNone, .outer = outer});
-      for (int step = 0; step < 20; ++step) job.step(step);
+      job.train(0, 20);
       return job.shard->counts().bytes_sent() + job.replicate->counts().bytes_sent();
     };
     EXPECT_LE(15 * bytes_of(OuterStep{.every = 20}), bytes_of(std::nullopt));
@@ -416,7 +349,7 @@ TEST(Outer, ClippingIsEachReplicasOwn) {
   run_world(4, [&](World& world) {
     OuterJob job(world, {.shards = 2}, {.outer = OuterStep{.every = 2}});
     job.backward(0);
-    norms[world.rank()] = job.optimizer->clip_grad_norm_(1e-3);
+    norms[world.rank()] = job.optimizer.clip_grad_norm_(1e-3);
   });
   EXPECT_EQ(norms[0], norms[1]);
   EXPECT_EQ(norms[2], norms[3]);
@@ -432,17 +365,16 @@ TEST(Outer, AStepThatOneReplicaSkipsCountsForTheAverages) {
     for (int step = 0; step < 4; ++step) {
       // Replica 1 skips the first step of a round, then the last one.
       const bool overflows = world.rank() == 1 && (step == 0 || step == 3);
-      job.optimizer->zero_grad();
-      const Batch batch = global_batch(step, kRows, kWidth, kOut);
-      const auto loss = rank_loss(*job.net, batch, world.rank(), 2, step);
+      job.optimizer.zero_grad();
+      const auto loss = job.loss(step);
       scaler.scale(overflows ? loss * INFINITY : loss).backward();
-      taken += scaler.step(*job.optimizer) ? 1 : 0;
+      taken += scaler.step(job.optimizer) ? 1 : 0;
       scaler.update();
-      EXPECT_EQ(job.optimizer->steps_since_average(), (step + 1) % 2);
+      EXPECT_EQ(job.optimizer.steps_since_average(), (step + 1) % 2);
     }
     EXPECT_EQ(taken, world.rank() == 1 ? 2 : 4);
-    EXPECT_EQ(job.optimizer->steps(), taken);
-    states[world.rank()] = job.sharded->full_state();
+    EXPECT_EQ(job.optimizer.steps(), taken);
+    states[world.rank()] = job.state();
   });
   expect_same_state(states[1], states[0], 0, "replicas");
 }
@@ -451,10 +383,8 @@ TEST(Outer, MemoryCountsStartValuesAndMomentum) {
   run_world(2, [](World& world) {
     const auto bytes_of = [&](std::optional<OuterStep> outer, Offload offload) {
       OuterJob job(world, {}, {.outer = outer, .offload = offload});
-      for (int step = 0; step < 2; ++step) job.step(step);
-      int64_t bytes = 0;
-      for (const auto& unit : job.sharded->state()->units()) bytes += unit->layout().nbytes();
-      return std::pair(job.optimizer->memory(), bytes);
+      job.train(0, 2);
+      return std::pair(job.optimizer.memory(), job.bytes());
     };
     const auto [without, bytes] = bytes_of(std::nullopt, Offload::kNone);
     const auto state = [&](const OuterStep& outer) {
@@ -478,35 +408,33 @@ TEST(Outer, ACheckpointOfEachReplicaContinuesWithTheSameBits) {
     OuterJob job(world, run, plan);
     const auto path = directory.path() / fmt::format("replica-{}", world.rank() / 2);
     for (int step = 0; step < 3; ++step) job.step(step);
-    expect_error([&] { save_checkpoint(path, *job.sharded, job.optimizer.get()); },
+    expect_error([&] { save_checkpoint(path, job.sharded, &job.optimizer); },
                  {"1 of the 2 steps between two averages", "the next is in 1 steps"});
     job.step(3);
-    expect_error(
-        [&] { save_checkpoint(directory.path() / "one", *job.sharded, job.optimizer.get()); },
-        {"a directory of its own", "replicas 0 and 1 save to"});
-    save_checkpoint(path, *job.sharded, job.optimizer.get());
+    expect_error([&] { save_checkpoint(directory.path() / "one", job.sharded, &job.optimizer); },
+                 {"a directory of its own", "replicas 0 and 1 save to"});
+    save_checkpoint(path, job.sharded, &job.optimizer);
     for (int step = 4; step < 6; ++step) job.step(step);
 
     OuterJob resumed(world, run, plan);
     resumed.step(9);  // whose start values must not count
-    load_checkpoint(path, *resumed.sharded, resumed.optimizer.get());
-    EXPECT_EQ(resumed.optimizer->steps_since_average(), 0);
-    EXPECT_EQ(resumed.optimizer->steps(), 4);
+    load_checkpoint(path, resumed.sharded, &resumed.optimizer);
+    EXPECT_EQ(resumed.optimizer.steps_since_average(), 0);
+    EXPECT_EQ(resumed.optimizer.steps(), 4);
     for (int step = 4; step < 6; ++step) resumed.step(step);
-    expect_same_state(resumed.sharded->full_state(), job.sharded->full_state(), 0, "resumed");
+    expect_same_state(resumed.state(), job.state(), 0, "resumed");
 
     OuterJob other(world, run,
                    {.partition = Partition::kWholeParam, .outer = OuterStep{.every = 2}});
-    expect_error([&] { load_checkpoint(path, *other.sharded, other.optimizer.get()); },
+    expect_error([&] { load_checkpoint(path, other.sharded, &other.optimizer); },
                  {"momentum of plan.outer", "another level, partition or units"});
-    load_checkpoint(path, *other.sharded, nullptr);
+    load_checkpoint(path, other.sharded, nullptr);
   });
   run_world(2, [&](World& world) {
     OuterJob smaller(world, {}, {.outer = OuterStep{.every = 2}});
     expect_error(
         [&] {
-          load_checkpoint(directory.path() / "replica-0", *smaller.sharded,
-                          smaller.optimizer.get());
+          load_checkpoint(directory.path() / "replica-0", smaller.sharded, &smaller.optimizer);
         },
         {"saved by replicas of 2 ranks", "this one has 1"});
   });
@@ -535,12 +463,12 @@ TEST(Outer, AReplicaThatComesLaterTakesTheCheckpointOfAnother) {
       };
       OuterJob job(world, run, {.unit_bytes = 6000, .outer = outer});
       if (part > 0)
-        load_checkpoint(path(part - 1, world.rank() % replicas[part - 1]), *job.sharded,
-                        job.optimizer.get());
-      EXPECT_EQ(job.optimizer->steps(), first);
+        load_checkpoint(path(part - 1, world.rank() % replicas[part - 1]), job.sharded,
+                        &job.optimizer);
+      EXPECT_EQ(job.optimizer.steps(), first);
       for (int step = first; step < first + 4; ++step) job.step(step);
-      save_checkpoint(path(part, world.rank()), *job.sharded, job.optimizer.get());
-      states[world.rank()] = job.sharded->full_state();
+      save_checkpoint(path(part, world.rank()), job.sharded, &job.optimizer);
+      states[world.rank()] = job.state();
     });
     while (static_cast<int>(expected.size()) > count) expected.pop_back();
     while (static_cast<int>(expected.size()) < count) {
@@ -566,13 +494,13 @@ TEST(Outer, ValuesThatAreSetBetweenAveragesBeginARound) {
   std::vector<State> states(2);
   run_world(2, [&](World& world) {
     OuterJob job(world, {}, {.outer = OuterStep{.every = 3}});
-    const State before = job.sharded->full_state();
+    const State before = job.state();
     for (int step = 0; step < 2; ++step) job.step(step);
-    job.sharded->load_full_state(before);
-    EXPECT_EQ(job.optimizer->steps_since_average(), 0);
+    job.sharded.load_full_state(before);
+    EXPECT_EQ(job.optimizer.steps_since_average(), 0);
     for (int step = 0; step < 3; ++step) job.step(step);
-    EXPECT_EQ(job.optimizer->steps_since_average(), 0);
-    states[world.rank()] = job.sharded->full_state();
+    EXPECT_EQ(job.optimizer.steps_since_average(), 0);
+    states[world.rank()] = job.state();
   });
   expect_same_state(states[1], states[0], 0, "replicas");
 }
@@ -581,14 +509,14 @@ TEST(Outer, StatesThatWouldLackTheMomentumAreRefused) {
   run_world(2, [](World& world) {
     OuterJob job(world, {}, {.outer = OuterStep{.every = 2}});
     job.step(0);
-    expect_error([&] { full_state_dict(*job.optimizer); }, {"full_state_dict", "1 of the 2 steps"});
-    expect_error([&] { job.optimizer->unwrap(); }, {"unwrap", "1 of the 2 steps"});
+    expect_error([&] { full_state_dict(job.optimizer); }, {"full_state_dict", "1 of the 2 steps"});
+    expect_error([&] { job.optimizer.unwrap(); }, {"unwrap", "1 of the 2 steps"});
     job.step(1);
-    expect_error([&] { full_state_dict(*job.optimizer); }, {"momentum", "save_checkpoint()"});
-    job.optimizer->unwrap();
+    expect_error([&] { full_state_dict(job.optimizer); }, {"momentum", "save_checkpoint()"});
+    job.optimizer.unwrap();
     OuterJob mean(world, {}, {.outer = OuterStep{.every = 1, .momentum = 0}});
     mean.step(0);
-    full_state_dict(*mean.optimizer);
+    full_state_dict(mean.optimizer);
   });
 }
 
@@ -614,10 +542,8 @@ TEST(Outer, PlansThatMakeNoSenseAreRefused) {
     expect_error([&] { fully_shard(net, {.outer = OuterStep{.every = 1}}); },
                  {"plan.outer needs plan.replicate_group"});
     OuterJob job(world, {}, {.level = ShardLevel::kNone, .outer = OuterStep{.every = 1}});
-    expect_error([&] { join(*job.sharded, {job.optimizer.get()}, [] {}); },
-                 {"[join]", "plan.outer"});
+    expect_error([&] { join(job.sharded, {&job.optimizer}, [] {}); }, {"[join]", "plan.outer"});
   });
 }
 
-}  // namespace outer_test
-}  // namespace tessera
+}  // namespace tessera::testing::outer_test

@@ -2,38 +2,47 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include "support/models.h"
-#include "support/run_world.h"
 #include "support/scratch_directory.h"
+#include "support/sharded_job.h"
 
-namespace tessera {
-namespace param_groups_test {
+namespace tessera::testing::param_groups_test {
 
-using namespace testing;
 using torch::optim::AdamW;
 using torch::optim::AdamWOptions;
 using torch::optim::OptimizerParamGroup;
 
 constexpr int kThawsAt = 2, kSteps = 5;
 
-std::shared_ptr<Mlp> half_frozen() {
-  const auto net = seeded(7, [] { return std::make_shared<Mlp>(37, 3, 5); });
-  for (auto& layer : net->fcs)
-    for (auto& parameter : layer->parameters()) parameter.set_requires_grad(false);
-  return net;
+TrainingRun half_frozen_run() {
+  TrainingRun run = sgd_run<Mlp>(37, 3, 5);
+  run.make_net = [make_net = run.make_net] {
+    const auto net = make_net();
+    for (auto& layer : static_cast<Mlp&>(*net).fcs)
+      for (auto& parameter : layer->parameters()) parameter.set_requires_grad(false);
+    return net;
+  };
+  run.make_optimizer = [](Net& net) {
+    std::vector<torch::Tensor> trained;
+    for (auto& parameter : net.parameters())
+      if (parameter.requires_grad()) trained.push_back(parameter);
+    return std::make_unique<AdamW>(trained, AdamWOptions(1e-2));
+  };
+  return run;
 }
+
+// All ranks see the same rows, so that means are those of one process.
+struct Job : ShardedJob<Mlp> {
+  explicit Job(World& world, const ShardPlan& plan = {.unit_bytes = 6000},
+               const ShardedOptimizerOptions& options = {.fused = false})
+      : ShardedJob(half_frozen_run(), world, plan, options) {
+    sees_all_rows = true;
+  }
+};
 
 std::vector<torch::Tensor> frozen_of(Mlp& net) {
   std::vector<torch::Tensor> parameters;
   for (auto& layer : net.fcs)
     for (auto& parameter : layer->parameters()) parameters.push_back(parameter);
-  return parameters;
-}
-
-std::vector<torch::Tensor> trained_of(Mlp& net) {
-  std::vector<torch::Tensor> parameters;
-  for (auto& parameter : net.parameters())
-    if (parameter.requires_grad()) parameters.push_back(parameter);
   return parameters;
 }
 
@@ -44,123 +53,90 @@ void thaw(Mlp& net, torch::optim::Optimizer& optimizer) {
       OptimizerParamGroup(parameters, std::make_unique<AdamWOptions>(AdamWOptions(3e-3))));
 }
 
-// All ranks see the same rows, so that means are those of one process.
-torch::Tensor loss_of(Mlp& net, int step) {
-  const Batch batch = global_batch(step, 12, 37, 5);
-  return torch::mse_loss(net.forward(batch.x), batch.y);
-}
-
 std::vector<NamedTensor> thawed_alone() {
-  const auto net = half_frozen();
-  AdamW inner(trained_of(*net), AdamWOptions(1e-2));
+  const TrainingRun run = half_frozen_run();
+  const auto net = std::static_pointer_cast<Mlp>(run.make_net());
+  const auto inner = run.make_optimizer(*net);
   for (int step = 0; step < kSteps; ++step) {
-    if (step == kThawsAt) thaw(*net, inner);
-    inner.zero_grad();
-    loss_of(*net, step).backward();
-    inner.step();
+    if (step == kThawsAt) thaw(*net, *inner);
+    inner->zero_grad();
+    rank_loss(*net, global_batch(step, run.rows, run.in, run.out), 0, 1, step).backward();
+    inner->step();
   }
   return plain_state(*net);
 }
 
 TEST(ParamGroups, AnAddedOneIsSteppedAsInOneProcess) {
-  const auto expected = thawed_alone();
-  for (const int ranks : {1, 2, 3, 4}) {
-    for (const auto level : kAllLevels) {
-      run_world(ranks, [&](World&) {
-        const auto net = half_frozen();
-        AdamW inner(trained_of(*net), AdamWOptions(1e-2));
-        auto sharded = fully_shard(net, {.level = level, .unit_bytes = 6000});
-        ShardedOptimizer optimizer(sharded, inner, {.fused = false});
-        for (int step = 0; step < kSteps; ++step) {
-          if (step == kThawsAt) thaw(*net, optimizer.inner());
-          optimizer.zero_grad();
-          loss_of(*net, step).backward();
-          optimizer.step();
-        }
-        expect_same_state(sharded.full_state(), expected, tolerance_of(ranks),
-                          fmt::format("level {}, {} ranks", static_cast<int>(level), ranks));
-      });
-    }
-  }
+  const State expected = thawed_alone();
+  on_worlds({1, 2, 3, 4}, at_each_level({.unit_bytes = 6000}),
+            [&](World& world, const ShardPlan& plan) {
+              Job job(world, plan);
+              for (int step = 0; step < kSteps; ++step) {
+                if (step == kThawsAt) thaw(*job.net, job.optimizer.inner());
+                job.step(step);
+              }
+              expect_same_state(job.state(), expected, tolerance_of(world.size()), "thawed");
+            });
 }
 
 TEST(ParamGroups, AnAddedOneIsInCheckpoints) {
   const ScratchDirectory scratch;
-  run_world(2, [&](World&) {
-    std::vector<NamedTensor> states[2];
+  run_world(2, [&](World& world) {
+    State states[2];
     for (const bool resumes : {false, true}) {
-      const auto net = half_frozen();
-      AdamW inner(trained_of(*net), AdamWOptions(1e-2));
-      auto sharded = fully_shard(net, {.unit_bytes = 6000});
-      ShardedOptimizer optimizer(sharded, inner, {.fused = false});
-      thaw(*net, optimizer.inner());
+      Job job(world);
+      thaw(*job.net, job.optimizer.inner());
       // No step has seen the new group yet.
-      if (resumes) load_checkpoint(scratch / "at_2", sharded, &optimizer);
+      if (resumes) load_checkpoint(scratch / "at_2", job.sharded, &job.optimizer);
       for (int step = resumes ? 2 : 0; step < kSteps; ++step) {
-        if (step == 2 && !resumes) save_checkpoint(scratch / "at_2", sharded, &optimizer);
-        optimizer.zero_grad();
-        loss_of(*net, step).backward();
-        optimizer.step();
+        if (step == 2 && !resumes) save_checkpoint(scratch / "at_2", job.sharded, &job.optimizer);
+        job.step(step);
       }
-      states[resumes] = sharded.full_state();
+      states[resumes] = job.state();
     }
     expect_same_state(states[1], states[0], 0, "resumed");
   });
 }
 
 TEST(ParamGroups, AnAddedOneIsClippedAndOffloaded) {
-  run_world(2, [&](World&) {
-    const auto net = half_frozen();
-    AdamW inner(trained_of(*net), AdamWOptions(1e-2));
-    auto sharded = fully_shard(net, {.unit_bytes = 6000, .offload = Offload::kHost});
-    ShardedOptimizer optimizer(sharded, inner, {.max_grad_norm = 0.1});
-    thaw(*net, optimizer.inner());
-    for (int step = 0; step < kSteps; ++step) {
-      optimizer.zero_grad();
-      loss_of(*net, step).backward();
-      optimizer.step();
-    }
+  run_world(2, [&](World& world) {
+    Job job(world, {.unit_bytes = 6000, .offload = Offload::kHost}, {.max_grad_norm = 0.1});
+    thaw(*job.net, job.optimizer.inner());
+    job.train(0, kSteps);
     // Two moments of all parameters, of which this rank has half; all are offloaded.
     int64_t numel = 0;
-    for (const auto& parameter : net->parameters()) numel += parameter.numel();
-    EXPECT_GE(optimizer.memory().offloaded, 3 * 4 * numel / 2 * 0.9);
-    EXPECT_EQ(optimizer.memory().optimizer_state, 0);
+    for (const auto& parameter : job.net->parameters()) numel += parameter.numel();
+    EXPECT_GE(job.optimizer.memory().offloaded, 3 * 4 * numel / 2 * 0.9);
+    EXPECT_EQ(job.optimizer.memory().optimizer_state, 0);
   });
 }
 
 TEST(ParamGroups, AddedParametersMustBeTheModelsAndInNoOtherGroup) {
-  run_world(2, [&](World&) {
-    const auto net = half_frozen();
-    AdamW inner(trained_of(*net), AdamWOptions(1e-2));
-    auto sharded = fully_shard(net);
-    ShardedOptimizer optimizer(sharded, inner);
-    loss_of(*net, 0).backward();
-    optimizer.inner().add_param_group(OptimizerParamGroup({net->head->weight}));
-    expect_error([&] { optimizer.step(); }, {"must be in one param group", "head.weight"});
-    optimizer.inner().param_groups().pop_back();
-    optimizer.inner().add_param_group(
-        OptimizerParamGroup({torch::ones({3}, torch::requires_grad())}));
-    expect_error([&] { optimizer.step(); }, {"must be the model's", "param group 1"});
-    optimizer.inner().param_groups().pop_back();
-    optimizer.step();
+  run_world(2, [&](World& world) {
+    Job job(world, {}, {});
+    job.backward(0);
+    torch::optim::Optimizer& inner = job.optimizer.inner();
+    inner.add_param_group(OptimizerParamGroup({job.net->head->weight}));
+    expect_error([&] { job.optimizer.step(); }, {"must be in one param group", "head.weight"});
+    inner.param_groups().pop_back();
+    inner.add_param_group(OptimizerParamGroup({torch::ones({3}, torch::requires_grad())}));
+    expect_error([&] { job.optimizer.step(); }, {"must be the model's", "param group 1"});
+    inner.param_groups().pop_back();
+    job.optimizer.step();
   });
 }
 
 TEST(ParamGroups, ARemovedParameterIsLeftAlone) {
-  run_world(2, [&](World&) {
-    const auto net = seeded(7, [] { return std::make_shared<Mlp>(37, 3, 5); });
-    const auto before = plain_state(*net);
-    torch::optim::SGD inner(net->parameters(), 0.1);
-    auto sharded = fully_shard(net);
-    ShardedOptimizer optimizer(sharded, inner);
-    inner.param_groups()[0].params().erase(inner.param_groups()[0].params().begin());
-    loss_of(*net, 0).backward();
-    optimizer.step();
-    const auto after = sharded.full_state();
+  run_world(2, [&](World& world) {
+    ShardedJob job(sgd_run<Mlp>(37, 3, 5), world);
+    const auto before = job.state();
+    job.inner->param_groups()[0].params().erase(job.inner->param_groups()[0].params().begin());
+    job.backward(0);
+    job.optimizer.step();
+    const auto after = job.state();
     EXPECT_TRUE(same_values(after[0].tensor, before[0].tensor)) << before[0].name;
     EXPECT_FALSE(same_values(after[1].tensor, before[1].tensor)) << before[1].name;
   });
 }
 
-}  // namespace param_groups_test
-}  // namespace tessera
+}  // namespace tessera::testing::param_groups_test

@@ -5,39 +5,38 @@
 
 #include "engine/model/sharded_state.h"
 #include "support/autocast.h"
-#include "support/models.h"
-#include "support/run_world.h"
+#include "support/counted_job.h"
 
-namespace tessera {
-namespace precision_test {
-
-using namespace testing;
+namespace tessera::testing::precision_test {
 
 constexpr int64_t kWidth = 37, kRows = 12, kOut = 5;
 constexpr int kSteps = 3;
 
-std::shared_ptr<Mlp> make_net(std::optional<at::ScalarType> dtype) {
-  const auto net = seeded(7, [] { return std::make_shared<Mlp>(kWidth, 3, kOut); });
-  if (dtype) net->to(*dtype);
-  return net;
+template <class Optimizer = torch::optim::AdamW, class Options = torch::optim::AdamWOptions>
+TrainingRun run_in(at::ScalarType dtype, const Options& options = Options(1e-2)) {
+  TrainingRun run = in_dtype(run_by<Mlp, Optimizer>(options), dtype);
+  run.steps = kSteps;
+  return run;
 }
 
-torch::Tensor loss_of(Mlp& net, int step, int rank, int size, at::ScalarType dtype) {
-  const Batch batch = global_batch(step, kRows, kWidth, kOut);
-  const auto out = net.forward(rows_of(batch.x, rank, size).to(dtype));
-  return torch::mse_loss(out.to(torch::kFloat), rows_of(batch.y, rank, size));
+TrainingRun sgd_in(at::ScalarType dtype) {
+  return run_in<torch::optim::SGD>(dtype, torch::optim::SGDOptions(0.1));
 }
 
-// The mean over ranks of gradients in `dtype`, sent in `reduce_dtype` if given; in float.
-std::vector<torch::Tensor> mean_gradients(Mlp& net, int step, int ranks, at::ScalarType dtype,
+std::shared_ptr<Mlp> make_net(at::ScalarType dtype = at::kFloat) {
+  return std::static_pointer_cast<Mlp>(run_in(dtype).make_net());
+}
+
+// The mean over ranks of gradients in the model's dtype, sent in `reduce_dtype` if given; in float.
+std::vector<torch::Tensor> mean_gradients(Mlp& net, int step, int ranks,
                                           std::optional<at::ScalarType> reduce_dtype = {}) {
   const auto params = net.parameters();
   std::vector<torch::Tensor> means(params.size());
   for (int rank = 0; rank < ranks; ++rank) {
     net.zero_grad();
-    loss_of(net, step, rank, ranks, dtype).backward();
+    rank_loss(net, global_batch(step, kRows, kWidth, kOut), rank, ranks, step).backward();
     for (size_t i = 0; i < params.size(); ++i) {
-      const auto grad = params[i].grad().to(reduce_dtype.value_or(dtype)).to(torch::kFloat);
+      const auto grad = params[i].grad().to(reduce_dtype.value_or(net.dtype())).to(torch::kFloat);
       means[i] = means[i].defined() ? means[i] + grad : grad.clone();
     }
   }
@@ -47,35 +46,20 @@ std::vector<torch::Tensor> mean_gradients(Mlp& net, int step, int ranks, at::Sca
 
 // One process with float masters: gradients of each rank's rows in half precision, summed in float.
 template <class Optimizer = torch::optim::AdamW, class Options = torch::optim::AdamWOptions>
-std::vector<NamedTensor> train_alone(Mlp& net, const std::vector<torch::Tensor>& start, int ranks,
-                                     at::ScalarType dtype,
-                                     std::optional<at::ScalarType> reduce_dtype = {}) {
+State train_alone(Mlp& net, const std::vector<torch::Tensor>& start, int ranks,
+                  std::optional<at::ScalarType> reduce_dtype = {}) {
   std::vector<torch::Tensor> masters;
   for (const auto& value : start) masters.push_back(value.clone().requires_grad_());
   Optimizer optimizer(masters, Options(1e-2));
   const auto params = net.parameters();
   for (int step = 0; step < kSteps; ++step) {
-    const auto grads = mean_gradients(net, step, ranks, dtype, reduce_dtype);
+    const auto grads = mean_gradients(net, step, ranks, reduce_dtype);
     for (size_t i = 0; i < params.size(); ++i) masters[i].mutable_grad() = grads[i];
     optimizer.step();
     torch::NoGradGuard no_grad;
     for (size_t i = 0; i < params.size(); ++i) params[i].copy_(masters[i]);
   }
   return plain_state(net);
-}
-
-template <class Optimizer = torch::optim::AdamW, class Options = torch::optim::AdamWOptions>
-std::vector<NamedTensor> train_sharded(World& world, const std::shared_ptr<Mlp>& net,
-                                       ShardPlan plan, at::ScalarType dtype) {
-  Optimizer inner(net->parameters(), Options(1e-2));
-  auto sharded = fully_shard(net, plan);
-  ShardedOptimizer optimizer(sharded, inner, {.fused = false});
-  for (int step = 0; step < kSteps; ++step) {
-    optimizer.zero_grad();
-    loss_of(*net, step, world.rank(), world.size(), dtype).backward();
-    optimizer.step();
-  }
-  return sharded.full_state();
 }
 
 // The backend of a device adds up in the dtype of the message, and so rounds the sum at each rank.
@@ -91,32 +75,12 @@ TEST(Precision, HalfModelsWithFloatMastersTrainAsOneProcessThatHasThem) {
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     for (const int ranks : {1, 2, 3, 4}) {
       const auto alone = make_net(dtype);
-      const auto expected = train_alone(*alone, float_values(*alone), ranks, dtype);
-      std::vector<ParityCase> cases;
-      for (const ShardLevel level : kAllLevels) {
-        for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
-          cases.push_back({{.level = level,
-                            .partition = partition,
-                            .unit_bytes = 3000,
-                            .precision = {.master_dtype = at::kFloat}},
-                           fmt::format("{}, {} ranks, level {}, partition {}", c10::toString(dtype),
-                                       ranks, int(level), int(partition))});
-        }
-      }
-      // By case and rank.
-      std::vector<std::vector<std::vector<NamedTensor>>> states(
-          cases.size(), std::vector<std::vector<NamedTensor>>(ranks));
-      run_world(ranks, [&](World& world) {
-        for (size_t i = 0; i < cases.size(); ++i)
-          states[i][world.rank()] = train_sharded(world, make_net(dtype), cases[i].plan, dtype);
-      });
-      for (size_t i = 0; i < cases.size(); ++i) {
-        // With 3 ranks the mean is rounded differently (times 1/3), which half precision may show.
-        const double tolerance = ranks == 3 ? 2e-2 : tolerance_of_half_sums(ranks);
-        expect_same_state(states[i][0], expected, tolerance, cases[i].what);
-        for (const auto& state : states[i])
-          expect_same_state(state, states[i][0], 0, cases[i].what);
-      }
+      const State expected = train_alone(*alone, float_values(*alone), ranks);
+      // With 3 ranks the mean is rounded differently (times 1/3), which half precision may show.
+      expect_each_has(expected, run_in(dtype), ranks,
+                      cases_of(with_each_partition(
+                                   {.unit_bytes = 3000, .precision = {.master_dtype = at::kFloat}}),
+                               ranks == 3 ? 2e-2 : tolerance_of_half_sums(ranks)));
     }
   }
 }
@@ -125,38 +89,25 @@ TEST(Precision, HalfModelsWithFloatMastersTrainAsOneProcessThatHasThem) {
 TEST(Precision, SumsOfAdagradAreKeptInTheDtypeOfTheMasters) {
   using torch::optim::Adagrad, torch::optim::AdagradOptions;
   const auto alone = make_net(at::kBFloat16);
-  const auto expected =
-      train_alone<Adagrad, AdagradOptions>(*alone, float_values(*alone), 2, at::kBFloat16);
-  for (const ShardLevel level : kAllLevels) {
-    for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
-      run_world(2, [&](World& world) {
-        const auto state = train_sharded<Adagrad, AdagradOptions>(
-            world, make_net(at::kBFloat16),
-            {.level = level, .partition = partition, .precision = {.master_dtype = at::kFloat}},
-            at::kBFloat16);
-        expect_same_state(state, expected, tolerance_of_half_sums(2),
-                          fmt::format("level {}, partition {}", int(level), int(partition)));
-      });
-    }
-  }
+  const State expected = train_alone<Adagrad, AdagradOptions>(*alone, float_values(*alone), 2);
+  expect_each_has(expected, run_in<Adagrad>(at::kBFloat16, AdagradOptions(1e-2)), 2,
+                  cases_of(with_each_partition({.precision = {.master_dtype = at::kFloat}}),
+                           tolerance_of_half_sums(2)));
 }
 
 TEST(Precision, AFloatModelIsUsedInHalfPrecisionAndKeepsItsValuesAsMasters) {
   for (const int ranks : {1, 2, 4}) {
-    const auto start = float_values(*make_net({}));
+    const auto start = float_values(*make_net());
     const auto alone = make_net(at::kBFloat16);
-    const auto expected = train_alone(*alone, start, ranks, at::kBFloat16);
-    run_world(ranks, [&](World& world) {
-      for (const ShardLevel level : kAllLevels) {
-        const ShardPlan plan{
-            .level = level, .unit_bytes = 3000, .precision = {.param_dtype = at::kBFloat16}};
-        const auto net = make_net({});
-        const auto state = train_sharded(world, net, plan, at::kBFloat16);
-        EXPECT_EQ(net->head->weight.scalar_type(), at::kBFloat16);
-        expect_same_state(state, expected, tolerance_of_half_sums(ranks),
-                          fmt::format("{} ranks, level {}", ranks, int(level)));
-      }
-    });
+    const State expected = train_alone(*alone, start, ranks);
+    on_worlds({ranks},
+              at_each_level({.unit_bytes = 3000, .precision = {.param_dtype = at::kBFloat16}}),
+              [&](World& world, const ShardPlan& plan) {
+                ShardedJob<Mlp> job(run_in(at::kFloat), world, plan);
+                job.train(0, kSteps);
+                EXPECT_EQ(job.net->head->weight.scalar_type(), at::kBFloat16);
+                expect_same_state(job.state(), expected, tolerance_of_half_sums(ranks), "bfloat16");
+              });
   }
 }
 
@@ -165,27 +116,24 @@ TEST(Precision, GradientsAreSentInTheReduceDtypeAndSummedInFloat) {
   for (const auto& [dtype, reduce] :
        {std::pair(at::kFloat, at::kBFloat16), std::pair(at::kBFloat16, at::kFloat)}) {
     const auto alone = make_net(dtype);
-    const auto expected = train_alone(*alone, float_values(*alone), 2, dtype, reduce);
-    for (const ShardLevel level : kAllLevels) {
-      run_world(2, [&, dtype = dtype, reduce = reduce](World& world) {
-        const auto counter = counting_process_group(world.process_group());
-        const ShardPlan plan{.level = level,
-                             .unit_bytes = 3000,
-                             .process_group = counter,
-                             .precision = {.master_dtype = at::kFloat, .reduce_dtype = reduce}};
-        const auto net = make_net(dtype);
-        const auto state = train_sharded(world, net, plan, dtype);
-        const double tolerance = reduce == at::kFloat ? 0 : tolerance_of_half_sums(2);
-        expect_same_state(state, expected, tolerance, fmt::format("level {}", int(level)));
-        int64_t numel = 0;
-        const auto other = fully_shard(make_net(dtype), plan);
-        for (const auto& unit : other.state()->units()) numel += unit->layout().numel();
-        // At kNone the sums, in float, are gathered by the reduction.
-        const bool gathers = level == ShardLevel::kNone && tests_on_host();
-        const auto item = static_cast<int64_t>(c10::elementSize(reduce)) + (gathers ? 4 : 0);
-        EXPECT_EQ(counter->counts().reduce_scatter.bytes_sent, kSteps * numel / 2 * item);
-      });
-    }
+    const State expected = train_alone(*alone, float_values(*alone), 2, reduce);
+    const ShardPlan wanted{.unit_bytes = 3000,
+                           .precision = {.master_dtype = at::kFloat, .reduce_dtype = reduce}};
+    on_worlds({2}, at_each_level(wanted),
+              [&, dtype = dtype, reduce = reduce](World& world, const ShardPlan& plan) {
+                CountedJob job(run_in(dtype), world, plan);
+                job.train(0, kSteps);
+                const int64_t sent = job.shard->counts().reduce_scatter.bytes_sent;
+                const double tolerance = reduce == at::kFloat ? 0 : tolerance_of_half_sums(2);
+                expect_same_state(job.state(), expected, tolerance, "sent in another dtype");
+                int64_t numel = 0;
+                for (int64_t i = 0; i < job.units(); ++i) numel += job.unit(i).numel();
+                // At kNone the sums, in float, are gathered by the reduction.
+                const bool gathers = plan.level == ShardLevel::kNone && tests_on_host();
+                const auto item =
+                    static_cast<int64_t>(c10::elementSize(reduce)) + (gathers ? 4 : 0);
+                EXPECT_EQ(sent, kSteps * numel / 2 * item);
+              });
   }
 }
 
@@ -194,51 +142,38 @@ TEST(Precision, WithoutMastersTheOptimizerUpdatesHalfPrecisionAsInOneProcess) {
     const auto alone = make_net(at::kBFloat16);
     torch::optim::SGD plain(alone->parameters(), torch::optim::SGDOptions(0.1));
     for (int step = 0; step < kSteps; ++step) {
-      auto grads = mean_gradients(*alone, step, ranks, at::kBFloat16);
+      auto grads = mean_gradients(*alone, step, ranks);
       const auto params = alone->parameters();
       for (size_t i = 0; i < params.size(); ++i)
         params[i].mutable_grad() = grads[i].to(at::kBFloat16);
       plain.step();
     }
-    run_world(ranks, [&](World& world) {
-      for (const ShardLevel level : kAllLevels) {
-        const auto net = make_net(at::kBFloat16);
-        torch::optim::SGD inner(net->parameters(), torch::optim::SGDOptions(0.1));
-        auto sharded = fully_shard(net, {.level = level, .unit_bytes = 0});
-        ShardedOptimizer optimizer(sharded, inner, {.fused = false});
-        for (int step = 0; step < kSteps; ++step) {
-          optimizer.zero_grad();
-          loss_of(*net, step, world.rank(), ranks, at::kBFloat16).backward();
-          optimizer.step();
-        }
-        EXPECT_EQ(optimizer.memory().master_weights, 0);
-        for (const auto& param : inner.param_groups()[0].params())
-          EXPECT_EQ(param.scalar_type(), at::kBFloat16);
-        expect_same_state(sharded.full_state(), plain_state(*alone), 0,
-                          fmt::format("{} ranks, level {}", ranks, int(level)));
-      }
+    on_worlds({ranks}, at_each_level({.unit_bytes = 0}), [&](World& world, const ShardPlan& plan) {
+      ShardedJob job(sgd_in(at::kBFloat16), world, plan);
+      job.train(0, kSteps);
+      EXPECT_EQ(job.optimizer.memory().master_weights, 0);
+      for (const auto& param : job.inner->param_groups()[0].params())
+        EXPECT_EQ(param.scalar_type(), at::kBFloat16);
+      expect_same_state(job.state(), plain_state(*alone), 0, "without masters");
     });
   }
 }
 
 TEST(Precision, MemoryIsThatOfTheFormulas) {
   run_world(2, [](World& world) {
-    const auto net = make_net(at::kBFloat16);
-    torch::optim::AdamW inner(net->parameters(), torch::optim::AdamWOptions(1e-3));
-    auto sharded =
-        fully_shard(net, {.unit_bytes = 3000, .precision = {.master_dtype = at::kFloat}});
-    ShardedOptimizer optimizer(sharded, inner);
-    loss_of(*net, 0, world.rank(), 2, at::kBFloat16).backward();
-    optimizer.step();
+    ShardedJob job(run_in(at::kBFloat16), world,
+                   {.unit_bytes = 3000, .precision = {.master_dtype = at::kFloat}});
+    job.backward(0);
+    job.optimizer.step();
     int64_t shard = 0, own = 0;
-    for (const auto& unit : sharded.state()->units()) {
+    for (const auto& unit : job.sharded.state()->units()) {
       shard += unit->layout().shard_numel(world.rank());
       for (const ParamSlot& slot : unit->layout().slots) {
         own += std::max<int64_t>(0, std::min(slot.offset + slot.numel, unit->updated_end()) -
                                         std::max(slot.offset, unit->updated_begin()));
       }
     }
-    const ShardMemory memory = optimizer.memory();
+    const ShardMemory memory = job.optimizer.memory();
     EXPECT_EQ(memory.parameters, 2 * shard);
     EXPECT_EQ(memory.master_weights, 4 * shard);
     EXPECT_EQ(memory.gradients, 4 * shard);
@@ -299,8 +234,7 @@ TEST(Precision, FrozenHalfParametersGetMastersWhenTheyThaw) {
       }
     }
   };
-  for (const auto transport : {Transport::kGloo, Transport::kArena})
-    run_world(3, thaw_everywhere, std::chrono::seconds(30), transport);
+  for (const auto transport : kTransports) run_over(transport, 3, thaw_everywhere);
 }
 
 TEST(Precision, WritesByOperatorsReachTheMasters) {
@@ -370,15 +304,14 @@ TEST(Precision, InputsThatAModelTakesByReferenceAreLeftAloneOrRefused) {
 TEST(Precision, DtypesThatCannotWorkAreRefused) {
   run_world(2, [](World&) {
     const auto refuse = [](Precision precision, const std::string& part) {
-      expect_error([&] { fully_shard(make_net({}), {.precision = precision}); }, {part});
+      expect_error([&] { fully_shard(make_net(), {.precision = precision}); }, {part});
     };
     refuse({.param_dtype = at::kLong}, "param_dtype must be a floating dtype; got Long");
     refuse({.reduce_dtype = at::kInt},
            "reduce_dtype must be a floating dtype, or kChar (int8); got Int");
     refuse({.reduce_dtype = at::kDouble}, "can't sum tensors of dtype Double into Float");
     for (const auto own : {at::kDouble, at::kHalf}) {
-      const auto net = make_net({});
-      net->to(own);
+      const auto net = make_net(own);
       expect_error([&] { fully_shard(net, {.precision = {.param_dtype = at::kBFloat16}}); },
                    {fmt::format("can't sum tensors of dtype BFloat16 into {}", toString(own))});
     }
@@ -404,42 +337,33 @@ void train_autocast(Net& net, const std::function<void()>& zero_grad,
 
 TEST(Precision, AutocastModelsTrainAsInOneProcess) {
   for (const int ranks : {1, 2}) {
-    const auto alone = make_net({});
+    const auto alone = make_net();
     torch::optim::SGD plain(alone->parameters(), torch::optim::SGDOptions(0.1));
     train_autocast(
         *alone, [&] { plain.zero_grad(); }, [&] { plain.step(); }, 0, ranks, ranks);
     const auto expected = plain_state(*alone);
-    for (const ShardLevel level : kAllLevels) {
-      run_world(ranks, [&](World& world) {
-        const auto net = make_net({});
-        torch::optim::SGD inner(net->parameters(), torch::optim::SGDOptions(0.1));
-        auto sharded = fully_shard(net, {.level = level, .unit_bytes = 3000});
-        ShardedOptimizer optimizer(sharded, inner, {.fused = false});
-        train_autocast(
-            *net, [&] { optimizer.zero_grad(); }, [&] { optimizer.step(); }, world.rank(), ranks,
-            1);
-        expect_same_state(sharded.full_state(), expected, ranks == 1 ? 0 : 2e-6,
-                          fmt::format("{} ranks, level {}", ranks, int(level)));
-      });
-    }
+    on_worlds({ranks}, at_each_level({.unit_bytes = 3000}),
+              [&](World& world, const ShardPlan& plan) {
+                ShardedJob job(sgd_in(at::kFloat), world, plan);
+                train_autocast(
+                    *job.net, [&] { job.optimizer.zero_grad(); }, [&] { job.optimizer.step(); },
+                    world.rank(), ranks, 1);
+                expect_same_state(job.state(), expected, ranks == 1 ? 0 : 2e-6, "autocast");
+              });
   }
 }
 
 // Autocast has converted weights from before the step; reusing them would be a silent error.
 TEST(Precision, AutocastDoesNotGoOnWithWeightsOfBeforeTheStep) {
-  run_world(1, [](World&) {
-    const auto net = make_net({});
-    torch::optim::SGD inner(net->parameters(), torch::optim::SGDOptions(0.5));
-    auto sharded = fully_shard(net, {});
-    ShardedOptimizer optimizer(sharded, inner);
+  run_world(1, [](World& world) {
+    ShardedJob job(sgd_in(at::kFloat), world);
     const Autocast autocast(at::kBFloat16);
     const auto x = torch::ones({2, kWidth}, test_device());
-    const auto before = net->forward(x);
+    const auto before = job.net->forward(x);
     before.to(torch::kFloat).sum().backward();
-    optimizer.step();
-    EXPECT_FALSE(net->forward(x).equal(before));
+    job.optimizer.step();
+    EXPECT_FALSE(job.net->forward(x).equal(before));
   });
 }
 
-}  // namespace precision_test
-}  // namespace tessera
+}  // namespace tessera::testing::precision_test

@@ -8,41 +8,29 @@
 
 #include "comm/message/gloo_backend.h"
 #include "engine/model/sharded_state.h"
-#include "support/models.h"
-#include "support/run_world.h"
+#include "support/sharded_job.h"
 
-namespace tessera {
-namespace predivide_test {
-
-using namespace testing;
+namespace tessera::testing::predivide_test {
 
 constexpr int64_t kWidth = 37, kOut = 5;
 
-std::vector<NamedTensor> train(World& world, const ShardPlan& plan) {
+State train(World& world, const ShardPlan& plan) {
   TrainingRun run = sgd_run<Mlp>(kWidth, 3, kOut);
   run.steps = 3;
   return train_sharded(run, world, plan);
 }
 
 TEST(Predivide, ByPowersOfTwoChangesNoBit) {
-  for (const auto transport : {Transport::kGloo, Transport::kArena}) {
-    for (const int ranks : {1, 2, 3}) {
-      const auto compare = [&](World& world) {
-        for (const ShardLevel level : kAllLevels) {
-          for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
-            for (const bool average : {true, false}) {
-              ShardPlan plan{
-                  .level = level, .partition = partition, .unit_bytes = 6000, .average = average};
-              const auto expected = train(world, plan);
-              plan.predivide = average ? 4 : 0.5;
-              expect_same_state(train(world, plan), expected, 0,
-                                fmt::format("{} ranks, level {}, partition {}, average {}", ranks,
-                                            int(level), int(partition), average));
-            }
-          }
-        }
-      };
-      run_world(ranks, compare, std::chrono::seconds(30), transport);
+  for (const auto transport : kTransports) {
+    for (const bool average : {true, false}) {
+      on_worlds(
+          {1, 2, 3}, with_each_partition({.unit_bytes = 6000, .average = average}),
+          [&](World& world, ShardPlan plan) {
+            const State expected = train(world, plan);
+            plan.predivide = average ? 4 : 0.5;
+            expect_same_state(train(world, plan), expected, 0, "divided");
+          },
+          transport);
     }
   }
 }
@@ -55,33 +43,27 @@ TEST(Predivide, ByOtherNumbersAgreesToRounding) {
       plan.predivide = 3;
       expect_same_state(train(world, plan), expected, 2e-6, "by 3");
     };
-    run_world(ranks, compare, std::chrono::seconds(30), Transport::kGloo);
+    run_over(Transport::kGloo, ranks, compare);
   }
 }
 
 TEST(Predivide, WithReplicasAndSeveralBackwardsChangesNoBit) {
   const auto run = sgd_run<Mlp>(kWidth, 3, kOut);
   run_world(4, [&](World& world) {
-    std::vector<std::vector<NamedTensor>> states;
+    std::vector<State> states;
     for (const double predivide : {1, 8}) {
       const auto groups = world.hybrid_process_groups(2);
-      const auto net = run.make_net();
-      const auto inner = run.make_optimizer(*net);
-      auto sharded = fully_shard(net, {.predivide = predivide,
-                                       .process_group = groups.shard,
-                                       .replicate_group = groups.replicate});
-      ShardedOptimizer optimizer(sharded, *inner);
+      ShardedJob job(run, world,
+                     {.predivide = predivide,
+                      .process_group = groups.shard,
+                      .replicate_group = groups.replicate});
       for (int step = 0; step < 2; ++step) {
-        optimizer.zero_grad();
-        for (int i = 0; i < 3; ++i) {
-          std::optional<ShardedModule::NoSync> local;
-          if (i == 0) local.emplace(sharded.state());
-          const Batch batch = global_batch(10 * step + i, run.rows, run.in, run.out);
-          rank_loss(*net, batch, world.rank(), 4, step).backward();
-        }
-        optimizer.step();
+        job.optimizer.zero_grad();
+        job.backward_without_sync(10 * step);
+        for (int i = 1; i < 3; ++i) job.backward(10 * step + i);
+        job.optimizer.step();
       }
-      states.push_back(sharded.full_state());
+      states.push_back(job.state());
     }
     expect_same_state(states[1], states[0], 0, "replicas");
   });
@@ -200,5 +182,4 @@ TEST(Predivide, MustBeTheSameOnAllRanks) {
   });
 }
 
-}  // namespace predivide_test
-}  // namespace tessera
+}  // namespace tessera::testing::predivide_test

@@ -152,6 +152,14 @@ inline void train(Net& net, Optimizer& optimizer, int ranks, int first, int last
   }
 }
 
+// A run of the saved model by this optimizer.
+inline TrainingRun saved_run(const MakeOptimizer& make) {
+  TrainingRun run = sgd_run<Mlp>(kMlpWidth, 2, kMlpOut);
+  run.make_optimizer = make;
+  run.in = kMlpWidth;
+  return run;
+}
+
 struct Plain {
   explicit Plain(const MakeOptimizer& make) : net(make_saved_mlp()), optimizer(make(*net)) {}
   std::shared_ptr<Mlp> net;

@@ -5,12 +5,8 @@
 #include <vector>
 
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace shared_replicas_test {
-
-using namespace testing;
+namespace tessera::testing::shared_replicas_test {
 
 constexpr int64_t kWidth = 16, kRows = 8;
 constexpr int kSteps = 2, kRanks = 4;
@@ -84,5 +80,4 @@ void expect_parity_of_pair(bool in_one) {
 TEST(SharedReplicas, OneBackwardGivesGradientsToTwoModels) { expect_parity_of_pair(true); }
 TEST(SharedReplicas, TwoBackwardsComeBeforeTheSteps) { expect_parity_of_pair(false); }
 
-}  // namespace shared_replicas_test
-}  // namespace tessera
+}  // namespace tessera::testing::shared_replicas_test

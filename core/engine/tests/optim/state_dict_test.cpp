@@ -3,12 +3,8 @@
 
 #include "engine/optim/state_shape.h"
 #include "engine/tests/optim/saved_optimizers.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace state_dict_test {
-
-using namespace testing;
+namespace tessera::testing::state_dict_test {
 
 TEST(OptimizerStateDict, OfOneOptimizerLetsAnotherTrainOnToTheSameBits) {
   for (const auto& [name, make] : all_optimizers()) {
@@ -217,5 +213,4 @@ TEST(OptimizerStateShapes, AValueForEachRowOrOneShapeForAllFits) {
   expect_error([&] { check({{4, 3}}, {{2}}); }, {"'value' of 'p0'", "[4, 3]", "[2]"});
 }
 
-}  // namespace state_dict_test
-}  // namespace tessera
+}  // namespace tessera::testing::state_dict_test

@@ -1,59 +1,30 @@
 // Traffic and memory of a step, counted and compared with the formulas: exact, with padding.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
-#include <tessera/comm/process_group_decorators.h>
 
-#include "engine/model/sharded_state.h"
-#include "support/models.h"
-#include "support/run_world.h"
+#include "support/counted_job.h"
 
-namespace tessera {
-namespace traffic_test {
-
-using namespace testing;
+namespace tessera::testing::traffic_test {
 
 constexpr int64_t kWidth = 37, kRows = 12, kOut = 5;
 
 // A sharded Mlp behind a counter, with AdamW.
-struct Job {
-  Job(World& world, ShardPlan plan)
-      : world(world), counter(counting_process_group(world.process_group())) {
-    plan.process_group = counter;
-    net = seeded(3, [] { return std::make_shared<Mlp>(kWidth, 4, kOut); });
-    inner =
-        std::make_unique<torch::optim::AdamW>(net->parameters(), torch::optim::AdamWOptions(1e-3));
-    sharded = std::make_unique<Sharded<Mlp>>(fully_shard(net, plan));
-    optimizer = std::make_unique<ShardedOptimizer>(*sharded, *inner);
-  }
-  void step(int i) {
-    const Batch batch = global_batch(i, kRows, kWidth, kOut);
-    optimizer->zero_grad();
-    rank_loss(*net, batch, world.rank(), world.size(), i).backward();
-    optimizer->step();
-  }
+TrainingRun adamw() {
+  return run_by<Mlp, torch::optim::AdamW>(torch::optim::AdamWOptions(1e-3), kWidth, 4, kOut);
+}
+
+struct Job : CountedJob<Mlp> {
+  Job(World& world, const ShardPlan& plan) : CountedJob(adamw(), world, plan, {}) {}
   // Counts of one step, after a few that learn the order.
   CollectiveCounts count_step() {
-    for (int i = 0; i < 3; ++i) step(i);
-    counter->reset_counts();
-    step(3);
-    return counter->counts();
+    train(0, 3);
+    return CountedJob::count_step(3);
   }
-  const UnitLayout& unit(size_t i) const { return sharded->state()->units()[i]->layout(); }
-  size_t units() const { return sharded->state()->units().size(); }
-  // P: bytes of all flat buffers.
-  int64_t bytes() const {
-    int64_t total = 0;
-    for (size_t i = 0; i < units(); ++i) total += unit(i).nbytes();
-    return total;
+  int64_t largest() const {
+    int64_t nbytes = 0;
+    for (int64_t i = 0; i < units(); ++i) nbytes = std::max(nbytes, unit(i).nbytes());
+    return nbytes;
   }
-  int64_t shard_bytes(size_t i) const { return unit(i).shard_numel(world.rank()) * 4; }
-
-  World& world;
-  std::shared_ptr<CountingProcessGroup> counter;
-  std::shared_ptr<Mlp> net;
-  std::unique_ptr<torch::optim::AdamW> inner;
-  std::unique_ptr<Sharded<Mlp>> sharded;
-  std::unique_ptr<ShardedOptimizer> optimizer;
 };
 
 class Traffic : public ::testing::TestWithParam<int> {
@@ -78,8 +49,8 @@ TEST_P(Traffic, BelowParametersAStepSendsTwiceTheParametersLessTheOwnShard) {
       EXPECT_EQ(in_one, level == ShardLevel::kNone && tests_on_host());
       EXPECT_EQ(counts.reduce_scatter.bytes_sent, in_one ? 2 * sent : sent);
       EXPECT_EQ(counts.all_gather.bytes_sent, in_one ? 0 : sent);
-      EXPECT_EQ(counts.reduce_scatter.calls, static_cast<int64_t>(job.units()));
-      EXPECT_EQ(counts.all_gather.calls, in_one ? 0 : static_cast<int64_t>(job.units()));
+      EXPECT_EQ(counts.reduce_scatter.calls, job.units());
+      EXPECT_EQ(counts.all_gather.calls, in_one ? 0 : job.units());
       EXPECT_EQ(counts.all_reduce.calls, 1) << "which parameters were used";
       EXPECT_EQ(counts.broadcast.calls + counts.barrier.calls, 0);
     });
@@ -95,7 +66,7 @@ TEST_P(Traffic, AtParametersUnitsAreGatheredTwiceExceptThoseThatStayOrThatBackwa
         EXPECT_EQ(counts.bytes_sent(), 0);
         return;
       }
-      const int64_t n = world.size(), units = static_cast<int64_t>(job.units());
+      const int64_t n = world.size(), units = job.units();
       ASSERT_GE(units, 4);
       // The last unit of forward is the first of backward; prefetching, so is the one before it.
       const int64_t stay = prefetch == 0 ? 1 : 2;
@@ -130,7 +101,7 @@ TEST_P(Traffic, WholeParametersSendWhatEachRankOwns) {
         {.level = ShardLevel::kGradients, .partition = Partition::kWholeParam, .unit_bytes = 6000});
     const auto counts = job.count_step();
     int64_t own = 0;
-    for (size_t i = 0; i < job.units(); ++i) own += job.shard_bytes(i);
+    for (int64_t i = 0; i < job.units(); ++i) own += job.unit(i).shard_numel(world.rank()) * 4;
     EXPECT_EQ(counts.all_gather.bytes_sent, own * (world.size() - 1));
     EXPECT_EQ(counts.reduce_scatter.bytes_sent, job.bytes() - own);
   });
@@ -139,33 +110,25 @@ TEST_P(Traffic, WholeParametersSendWhatEachRankOwns) {
 TEST_P(Traffic, FrozenParametersSendNoGradients) {
   if (ranks() == 1) return;
   run_world(ranks(), [&](World& world) {
-    auto counter = counting_process_group(world.process_group());
-    auto net = on_test_device(std::make_shared<Mlp>(kWidth, 2, kOut));
-    net->fcs[0]->weight.requires_grad_(false);
-    torch::optim::SGD inner(net->parameters(), 0.1);
-    auto sharded = fully_shard(net, {.level = ShardLevel::kGradients, .process_group = counter});
-    ShardedOptimizer optimizer(sharded, inner);
+    TrainingRun run = sgd_run<Mlp>(kWidth, 2, kOut);
+    run.make_net = [make_net = run.make_net] {
+      const auto net = make_net();
+      static_cast<Mlp&>(*net).fcs[0]->weight.requires_grad_(false);
+      return net;
+    };
+    CountedJob job(run, world, {.level = ShardLevel::kGradients}, {});
     int64_t trainable = 0;
-    for (const auto& unit : sharded.state()->units()) {
-      if (unit->layout().slots[0].requires_grad) trainable += unit->layout().nbytes();
-    }
-    for (int step = 0; step < 2; ++step) {
-      counter->reset_counts();
-      optimizer.zero_grad();
-      rank_loss(*net, global_batch(step, kRows, kWidth, kOut), world.rank(), world.size(), step)
-          .backward();
-      optimizer.step();
-    }
-    EXPECT_EQ(counter->counts().reduce_scatter.bytes_sent,
-              trainable * (world.size() - 1) / world.size());
-    EXPECT_EQ(counter->counts().all_gather.bytes_sent,
-              trainable * (world.size() - 1) / world.size());
-    EXPECT_EQ(sharded.memory().gradients, trainable / world.size());
+    for (int64_t i = 0; i < job.units(); ++i)
+      if (job.unit(i).slots[0].requires_grad) trainable += job.unit(i).nbytes();
+    job.step(0);
+    const CollectiveCounts counts = job.count_step(1);
+    EXPECT_EQ(counts.reduce_scatter.bytes_sent, trainable * (world.size() - 1) / world.size());
+    EXPECT_EQ(counts.all_gather.bytes_sent, trainable * (world.size() - 1) / world.size());
+    EXPECT_EQ(job.sharded.memory().gradients, trainable / world.size());
   });
 }
 
 // --- memory
-// ----------------------------------------------------------------------------------------
 
 int64_t param_bytes(torch::nn::Module& module) {
   int64_t total = 0;
@@ -174,22 +137,21 @@ int64_t param_bytes(torch::nn::Module& module) {
 }
 
 TEST_P(Traffic, EachLevelKeepsItsPartOfParametersGradientsAndState) {
-  for (const auto level : {ShardLevel::kNone, ShardLevel::kOptimizerState, ShardLevel::kGradients,
-                           ShardLevel::kParameters}) {
+  for (const auto level : kAllLevels) {
     std::vector<int64_t> state(ranks());
     int64_t whole_state = 0;
     run_world(ranks(), [&](World& world) {
       Job job(world, {.level = level, .unit_bytes = 6000});
       job.count_step();
       const int64_t p = job.bytes(), n = world.size();
-      const ShardMemory memory = job.optimizer->memory();
+      const ShardMemory memory = job.optimizer.memory();
       EXPECT_EQ(memory.parameters, level == ShardLevel::kParameters ? p / n : p);
       EXPECT_EQ(memory.gradients, level == ShardLevel::kNone ? p : p / n);
       state[world.rank()] = memory.optimizer_state;
       EXPECT_LE(memory.optimizer_state, level == ShardLevel::kNone ? 2 * p : 2 * p / n);
       if (world.rank() == 0) whole_state = 2 * param_bytes(*job.net);
-      job.optimizer->zero_grad();
-      EXPECT_EQ(job.sharded->memory().gradients, 0);
+      job.optimizer.zero_grad();
+      EXPECT_EQ(job.sharded.memory().gradients, 0);
     });
     // Shards of the state have no padding: together they are the state of one process.
     const int64_t sum = std::accumulate(state.begin(), state.end(), int64_t{0});
@@ -202,16 +164,14 @@ TEST_P(Traffic, UnitsInFlightBoundTheGatheredParameters) {
     run_world(ranks(), [&](World& world) {
       Job job(world, {.unit_bytes = 6000, .prefetch = prefetch});
       job.count_step();
-      int64_t largest = 0;
-      for (size_t i = 0; i < job.units(); ++i) largest = std::max(largest, job.unit(i).nbytes());
-      const int64_t peak = job.sharded->memory().peak_unsharded;
+      const int64_t largest = job.largest(), peak = job.sharded.memory().peak_unsharded;
       if (world.size() == 1) {
         EXPECT_EQ(peak, 0);
       } else {
         EXPECT_LE(peak, (1 + prefetch) * largest);
         EXPECT_GE(peak, largest);
       }
-      EXPECT_LE(job.sharded->memory().peak_in_flight, 3 * largest);
+      EXPECT_LE(job.sharded.memory().peak_in_flight, 3 * largest);
     });
   }
 }
@@ -221,13 +181,10 @@ TEST_P(Traffic, ResidentBytesBoundTheGatheredParameters) {
   run_world(ranks(), [&](World& world) {
     Job job(world, {.unit_bytes = 6000, .resident_bytes = 7000, .prefetch = 0});
     const auto counts = job.count_step();
-    int64_t largest = 0;
-    for (size_t i = 0; i < job.units(); ++i) largest = std::max(largest, job.unit(i).nbytes());
-    EXPECT_LE(job.sharded->memory().peak_unsharded, largest + 7000);
+    EXPECT_LE(job.sharded.memory().peak_unsharded, job.largest() + 7000);
     // One unit more stays between forward and backward.
-    EXPECT_EQ(counts.all_gather.calls, 2 * static_cast<int64_t>(job.units()) - 3);
+    EXPECT_EQ(counts.all_gather.calls, 2 * job.units() - 3);
   });
 }
 
-}  // namespace traffic_test
-}  // namespace tessera
+}  // namespace tessera::testing::traffic_test

@@ -8,12 +8,8 @@
 #include "engine/tests/optim/saved_optimizers.h"
 #include "engine/unit/unit_storage.h"
 #include "support/counted.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace unwrap_test {
-
-using namespace testing;
+namespace tessera::testing::unwrap_test {
 
 void expect_ordinary(torch::nn::Module& module) {
   for (const auto& item : module.named_parameters()) {
@@ -27,10 +23,7 @@ void expect_ordinary(torch::nn::Module& module) {
 }
 
 at::Tensor loss_of(Net& net, int64_t step, int rank, int size) {
-  const Batch batch = global_batch(step, 12, kMlpWidth, kMlpOut);
-  const auto dtype = net.parameters()[0].scalar_type();
-  return torch::mse_loss(net.forward(rows_of(batch.x, rank, size).to(dtype)),
-                         rows_of(batch.y, rank, size).to(dtype));
+  return rank_loss(net, global_batch(step, 12, kMlpWidth, kMlpOut), rank, size, step);
 }
 
 struct Case {
@@ -56,10 +49,8 @@ std::vector<Case> all_cases() {
 }
 
 void run_everywhere(const std::function<void(World&)>& f) {
-  for (const int ranks : {1, 2, 3}) {
-    for (const Transport transport : {Transport::kGloo, Transport::kArena})
-      run_world(ranks, f, std::chrono::seconds(60), transport);
-  }
+  for (const int ranks : {1, 2, 3})
+    for (const Transport transport : kTransports) run_over(transport, ranks, f);
 }
 
 TEST(Unwrap, ParametersAreOrdinaryAndHaveTheFullValues) {
@@ -297,5 +288,4 @@ TEST(Unwrap, WorksForScriptedModules) {
   });
 }
 
-}  // namespace unwrap_test
-}  // namespace tessera
+}  // namespace tessera::testing::unwrap_test

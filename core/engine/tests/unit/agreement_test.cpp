@@ -5,12 +5,8 @@
 #include <gtest/gtest.h>
 
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace agreement_test {
-
-using namespace testing;
+namespace tessera::testing::agreement_test {
 
 TEST(Agreement, ModelsThatDifferNameTheFirstParameterAndTheRanks) {
   run_world(4, [](World& world) {
@@ -105,5 +101,4 @@ TEST(Agreement, StartValuesAreThoseOfRankZero) {
   }
 }
 
-}  // namespace agreement_test
-}  // namespace tessera
+}  // namespace tessera::testing::agreement_test

@@ -4,10 +4,7 @@
 
 #include "support/models.h"
 
-namespace tessera {
-namespace layout_test {
-
-using namespace testing;
+namespace tessera::testing::layout_test {
 
 struct Shape {
   std::string name;
@@ -239,5 +236,4 @@ TEST(CollectParameters, RefusesWhatCannotBeSharded) {
       {"'a'", "dense"});
 }
 
-}  // namespace layout_test
-}  // namespace tessera
+}  // namespace tessera::testing::layout_test

@@ -5,12 +5,8 @@
 #include <map>
 
 #include "support/models.h"
-#include "support/run_world.h"
 
-namespace tessera {
-namespace master_write_test {
-
-using namespace testing;
+namespace tessera::testing::master_write_test {
 
 // A loss whose gradient is 1 for each element of `weight`.
 struct Scaled : torch::nn::Module {
@@ -50,10 +46,10 @@ std::map<std::string, torch::Tensor> train(World&, const std::string& name, cons
 }
 
 void for_each_plan(const std::function<void(World&, const std::string&, const ShardPlan&)>& run) {
-  for (const auto transport : {Transport::kGloo, Transport::kArena}) {
+  for (const auto transport : kTransports) {
     for (const int ranks : {1, 2, 3}) {
-      run_world(
-          ranks,
+      run_over(
+          transport, ranks,
           [&](World& world) {
             for (const auto& [name, precision] : kPrecisions) {
               for (const auto level : kAllLevels) {
@@ -64,7 +60,7 @@ void for_each_plan(const std::function<void(World&, const std::string&, const Sh
               }
             }
           },
-          std::chrono::seconds(60), transport);
+          std::chrono::seconds(60));
     }
   }
 }
@@ -123,5 +119,4 @@ TEST(MasterWrites, MastersOfOffloadedUnitsStayToo) {
   });
 }
 
-}  // namespace master_write_test
-}  // namespace tessera
+}  // namespace tessera::testing::master_write_test

@@ -4,8 +4,7 @@
 #include <set>
 #include <string>
 
-namespace tessera {
-namespace plan_fields_test {
+namespace tessera::plan_fields_test {
 
 // Whatever a member of an aggregate is made of.
 struct Anything {
@@ -53,5 +52,4 @@ TEST(PlanFields, ChoicesHaveTheirValuesInOrder) {
   EXPECT_STREQ(plan_choice(Offload::kHost).name, "host");
 }
 
-}  // namespace plan_fields_test
-}  // namespace tessera
+}  // namespace tessera::plan_fields_test
