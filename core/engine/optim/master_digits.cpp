@@ -1,5 +1,6 @@
 #include "engine/optim/master_digits.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Dict.h>
 #include <ATen/core/jit_type.h>
 #include <ATen/ops/empty.h>
