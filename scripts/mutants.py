@@ -201,8 +201,7 @@ class Build:
 def confine():
     """In a test program, before it starts: it ends with this script, can't take all memory, and writes no core."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_DATA, (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
@@ -229,7 +228,8 @@ def run_program(program, tests, patience):
     if not late and process.returncode == 0 and "[  PASSED  ]" in lines:
         return "passed", None, ""
     failed = re.findall(r"^\[  FAILED  \] ([\w/.]+)", lines, re.MULTILINE) or re.findall(r"\[ RUN      \] ([\w/.]+)", lines)[-1:]
-    return "timed out" if late else "killed", (failed or ["(before any test)"])[0], lines[-2000:]
+    test = failed[0] if failed else "(before any test)"
+    return "timed out" if late else "killed", test, (lines.partition(f"[ RUN      ] {test}")[2] or lines)[:2000]
 
 
 class Tests:
