@@ -12,6 +12,10 @@ namespace tessera {
 /// Returns true if the host may read and write memory of `device` itself.
 inline bool is_host(c10::Device device) { return device.is_cpu(); }
 
+/// Returns true if the host itself computes on `device`, and nothing is queued: on the CPU, and on
+/// the device of meta tensors, which have no memory.
+inline bool computes_on_host(c10::Device device) { return device.is_cpu() || device.is_meta(); }
+
 /// Returns the type of this process's accelerator: that of which LibTorch has a backend and the
 /// machine has a device. None: there is no such type.
 std::optional<c10::DeviceType> accelerator();

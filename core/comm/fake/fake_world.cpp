@@ -58,7 +58,7 @@ class FakeProcessGroup : public ProcessGroup, public MakesParts {
 
   void perform(const AllGather& call) const {
     const auto& [flat, shard, bounds, encoding] = call;
-    if (flat.numel() == 0) return;
+    if (flat.numel() == 0 || flat.is_meta()) return;
     auto* const to = static_cast<std::byte*>(flat.mutable_data_ptr());
     const auto item = static_cast<int64_t>(flat.element_size());
     const int64_t begin = bounds[rank_] * item;
@@ -68,6 +68,7 @@ class FakeProcessGroup : public ProcessGroup, public MakesParts {
   }
 
   void perform(const ReduceScatter& call) const {
+    if (call.out.is_meta()) return;
     for (const Piece& piece : call.pieces) {
       const int64_t begin = std::max(piece.begin, call.bounds[rank_]);
       const int64_t end = std::min(piece.begin + piece.numel, call.bounds[rank_ + 1]);
@@ -82,7 +83,7 @@ class FakeProcessGroup : public ProcessGroup, public MakesParts {
 
   void perform(const AllReduce& call) const {
     const auto& [tensor, op] = call;
-    if (op != ReduceOp::kSum || tensor.numel() == 0) return;
+    if (op != ReduceOp::kSum || tensor.numel() == 0 || tensor.is_meta()) return;
     void* const data = tensor.mutable_data_ptr();
     const void* const inputs[] = {data};
     reduce_in_order({.dtype = tensor.scalar_type(), .op = op, .scale = static_cast<double>(size_)},

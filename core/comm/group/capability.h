@@ -75,6 +75,16 @@ class SendsMessages {
   virtual SentMessages sent() const = 0;
 };
 
+/// A process group whose time is computed and not spent, as that of a job that is only planned.
+class HasClock {
+ public:
+  virtual ~HasClock() = default;
+
+  virtual std::chrono::steady_clock::time_point now() const = 0;
+  /// Lets time pass until the oldest reduction is over, but at most so long.
+  virtual void sleep_for(std::chrono::steady_clock::duration longest) = 0;
+};
+
 /// Host memory that the ranks of a process group share. It lives as long as a tensor on any rank
 /// refers to it.
 struct SharedBuffer {

@@ -65,7 +65,7 @@ std::vector<at::Generator> generators_for(const Tensors& inputs,
   generators.insert(generators.end(), named.begin(), named.end());
   std::set<at::DeviceIndex> devices;
   for (const at::Tensor& input : inputs)
-    if (input.defined() && !is_host(input.device()) &&
+    if (input.defined() && !computes_on_host(input.device()) &&
         devices.insert(input.device().index()).second)
       generators.push_back(default_generator_of(input.device()));
   return generators;

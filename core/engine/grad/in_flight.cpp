@@ -4,6 +4,7 @@
 #include <chrono>
 #include <thread>
 
+#include "comm/group/capability.h"
 #include "engine/grad/longest_pause.h"
 
 namespace tessera {
@@ -35,7 +36,10 @@ void InFlight::keep_limit(bool may_wait) {
   auto pause = kLongestPause;
   if (on_device_) pause = short_backwards_ > 0 ? kShortDevicePause : kLongestDevicePause;
   if (!may_wait) pause = {};
-  const auto deadline = std::chrono::steady_clock::now() + pause;
+  if (units_.empty()) return;
+  auto* const clock = capability<HasClock>(gradients_.front()->unit().context().mesh.shard());
+  const auto now = [&] { return clock ? clock->now() : std::chrono::steady_clock::now(); };
+  const auto deadline = now() + pause;
   while (!units_.empty()) {
     const size_t oldest = units_.front();
     const bool is_over = bytes_ > limit_;
@@ -43,8 +47,8 @@ void InFlight::keep_limit(bool may_wait) {
       if (on_device_) gradients_[oldest]->wait_on_stream();  // which frees what it has sent
       bytes_ -= gradients_[oldest]->unit().layout().nbytes();
       units_.erase(units_.begin());
-    } else if (is_over && std::chrono::steady_clock::now() < deadline) {
-      std::this_thread::sleep_for(kPollInterval);
+    } else if (is_over && now() < deadline) {
+      clock ? clock->sleep_for(kPollInterval) : std::this_thread::sleep_for(kPollInterval);
     } else {
       if (is_over && short_backwards_ == 0) short_backwards_ = kShortBackwards;
       return;

@@ -97,7 +97,7 @@ Reducer::Reducer(const std::vector<Unit*>& units, const ShardMesh& mesh,
       listener_(listener),
       gradients_(make_gradients(units)),
       in_flight_(gradients_, mesh.shard().sends_to().empty() ? kLeastSharedBytes : 0,
-                 !is_host(units.front()->layout().device)),
+                 !computes_on_host(units.front()->layout().device)),
       agreement_(gradients_, mesh_, listener),
       backwards_(/*may_overlap=*/mesh.size() == 1),
       number_(next_number()) {
@@ -265,7 +265,7 @@ void Reducer::launch_ready() {
 // of those for which it need not wait.
 void Reducer::replicate(bool waits) {
   if (!replicas_) return;
-  waits = waits || !is_host(gradients_.front()->unit().layout().device);
+  waits = waits || !computes_on_host(gradients_.front()->unit().layout().device);
   // If the channels of a process group share one order, only waiting gives all ranks the same one.
   if (!waits && !mesh_.replicate().has_channels()) return;
   replicas_->start(waits);

@@ -79,7 +79,7 @@ void Reduction::replicate() {
   const auto add_replicas = [this] {
     return mesh_.replicate().all_reduce(out_, ReduceOp::kSum, {subject_, Channel::kGrads});
   };
-  if (is_host(out_.device())) {
+  if (computes_on_host(out_.device())) {
     work_->wait();
     work_ = add_replicas();
     return;

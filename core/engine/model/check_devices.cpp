@@ -34,7 +34,7 @@ bool shares_devices(const ProcessGroup& process_group) {
 }  // namespace
 
 void check_devices(const ShardMesh& mesh, c10::Device device) {
-  if (is_host(device)) return;
+  if (computes_on_host(device)) return;
   for (const ProcessGroup* ranks : {&mesh.shard(), &mesh.replicate()}) {
     TORCH_CHECK_VALUE(ranks->size() == 1 || ranks->device_type() != at::kCPU,
                       "[fully_shard] the parameters are on ", device, ", but ",

@@ -231,7 +231,7 @@ std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> para
     }
     if (plan.mesh_dim) sum_gradients_along(params, *plan.mesh_dim);
     layouts = lay_out(params, plan, mesh.shard().size());
-    offload = make_state_memory(plan);
+    offload = make_state_memory(plan, layouts.front().device);
     if (offload) offload->reserve(master_nbytes(layouts, mesh.shard().rank()));
     check_countable(plan, layouts.front().device);
     check_messages(mesh.shard(), layouts);

@@ -41,6 +41,19 @@ int64_t LiveMemory::now() const {
 // Resetting the peak of a device's allocator is left to the user.
 int64_t LiveMemory::take_peak() { return bytes_ ? bytes_->take_peak() : now(); }
 
+MemoryBytes held_by(const ShardedState& state, size_t index) {
+  const Unit& unit = *state.units()[index];
+  const UnitGradients& gradients = *state.reducer().gradients()[index];
+  MemoryBytes bytes{.parameters = unit.resident_nbytes(),
+                    .gathered = unit.gathered_nbytes(),
+                    .gradients = gradients.nbytes(),
+                    .gradients_in_flight = gradients.in_flight_nbytes()};
+  if (unit.master().exists())
+    (state.context().offload ? bytes.offloaded : bytes.master_weights) =
+        static_cast<int64_t>(unit.master().values().nbytes());
+  return bytes;
+}
+
 MemoryCount::MemoryCount(const ShardedState& state)
     : state_(state), live_(state.units().front()->layout().device) {
   const auto& offload = state.context().offload;
@@ -53,21 +66,18 @@ MemoryCount::MemoryCount(const ShardedState& state)
 MemoryCount::Held MemoryCount::model() const {
   Held held;
   MemoryBytes& bytes = held.bytes;
-  const bool is_offloaded = state_.context().offload != nullptr;
   int64_t shared = 0;  // in memory that no tensor's allocator made
-  for (const auto& unit : state_.units()) {
-    bytes.parameters += unit->resident_nbytes();
-    bytes.gathered += unit->gathered_nbytes();
-    if (unit->is_shared()) shared += unit->resident_nbytes() + unit->gathered_nbytes();
-    if (unit->master().exists())
-      (is_offloaded ? bytes.offloaded : bytes.master_weights) +=
-          static_cast<int64_t>(unit->master().values().nbytes());
+  for (size_t i = 0; i < state_.units().size(); ++i) {
+    const MemoryBytes unit = held_by(state_, i);
+    bytes.parameters += unit.parameters;
+    bytes.gathered += unit.gathered;
+    bytes.gradients += unit.gradients;
+    bytes.gradients_in_flight += unit.gradients_in_flight;
+    bytes.master_weights += unit.master_weights;
+    bytes.offloaded += unit.offloaded;
+    if (state_.units()[i]->is_shared()) shared += unit.parameters + unit.gathered;
   }
-  for (const auto& gradients : state_.reducer().gradients()) {
-    bytes.gradients += gradients->nbytes();
-    bytes.gradients_in_flight += gradients->in_flight_nbytes();
-  }
-  (is_offloaded ? bytes.offloaded : bytes.optimizer_state) +=
+  (state_.context().offload ? bytes.offloaded : bytes.optimizer_state) +=
       state_.context().watch.optimizer_state();
   held.live = on_device(bytes) - shared;
   return held;

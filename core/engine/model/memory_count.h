@@ -32,6 +32,9 @@ class LiveMemory {
   c10::DeviceAllocator* allocator_ = nullptr;
 };
 
+/// Returns the bytes that a unit of the model, and its gradients, hold now.
+MemoryBytes held_by(const ShardedState& state, size_t unit);
+
 /// Counts the memory that a sharded model and everything beside it hold since its construction.
 class MemoryCount {
  public:

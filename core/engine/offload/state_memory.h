@@ -31,9 +31,9 @@ class StateMemory {
   virtual void rest() {}
 };
 
-/// Returns null if the plan offloads nothing. Throws `c10::ValueError` for a directory that can't
-/// be used.
-std::shared_ptr<StateMemory> make_state_memory(const ShardPlan& plan);
+/// Returns memory for the state of parameters on `device`; null if the plan offloads nothing.
+/// Throws `c10::ValueError` for a directory that can't be used.
+std::shared_ptr<StateMemory> make_state_memory(const ShardPlan& plan, at::Device device);
 
 std::shared_ptr<StateMemory> mapped_directory(const std::string& directory);
 

@@ -68,7 +68,9 @@ void check_parameter(const NamedTensor& named) {
   const at::Tensor& tensor = local_of(named.tensor);
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "[fully_shard] parameter '", named.name,
                     "' must be a dense tensor; got layout ", tensor.layout());
-  TORCH_CHECK_VALUE(!tensor.is_meta(), "[fully_shard] parameter '", named.name,
+  // Those of a model that is only planned carry the key already.
+  TORCH_CHECK_VALUE(!tensor.is_meta() || tensor.key_set().has(kUnitKey),
+                    "[fully_shard] parameter '", named.name,
                     "' has no data (device meta): give it values before sharding");
   TORCH_CHECK_VALUE(unit_of(tensor) == nullptr, "[fully_shard] parameter '", named.name,
                     "' is sharded already: a module can be wrapped only once");

@@ -236,9 +236,9 @@ void choose_message_dtypes(UnitLayout& unit, bool is_trained, const ShardPlan& p
     TORCH_CHECK_NOT_IMPLEMENTED(dtype == at::kFloat || dtype == at::kBFloat16,
                                 "[fully_shard] plan.precision.", field, " ", wanted,
                                 " is for elements of float and bfloat16; got ", dtype);
-    TORCH_CHECK_NOT_IMPLEMENTED(is_host(unit.device), "[fully_shard] plan.precision.", field, " ",
-                                wanted, " is for parameters in host memory; got device ",
-                                unit.device);
+    TORCH_CHECK_NOT_IMPLEMENTED(computes_on_host(unit.device), "[fully_shard] plan.precision.",
+                                field, " ", wanted,
+                                " is for parameters in host memory; got device ", unit.device);
   };
   if (reduce_dtype && block_encoding(*reduce_dtype)) {
     check_blocks("reduce_dtype", *reduce_dtype, unit.dtype);

@@ -169,7 +169,7 @@ void Unit::unshard() {
     memory_->free();
     rethrow_as_lost(context_, fmt::format("gather {} ({} bytes)", label_, layout_.nbytes()));
   }
-  if (!is_host(layout_.device)) ++context_.unchecked_gathers;
+  if (!computes_on_host(layout_.device)) ++context_.unchecked_gathers;
   state_ = State::kUnsharding;
   write_.is_last = false;
   if (unread_.size() > kMostUnread) {

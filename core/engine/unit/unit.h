@@ -191,7 +191,7 @@ class Unit {
   void begin_gather();
   void wait_for_upload();
   /// True if values of the master copy come from host memory to a device.
-  bool is_uploaded() const { return master_.is_offloaded() && !is_host(layout_.device); }
+  bool is_uploaded() const { return master_.is_offloaded() && !computes_on_host(layout_.device); }
   const at::Tensor& gathered() const { return arriving_.defined() ? arriving_ : full(); }
   at::Tensor rounded(const at::Tensor& values) const;
   at::Tensor rounded_shards(const at::Tensor& values) const;

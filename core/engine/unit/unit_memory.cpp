@@ -97,7 +97,7 @@ void UnitMemory::count_gathered(bool is_gathered) {
 
 std::unique_ptr<UnitMemory> make_unit_memory(const UnitLayout& layout, UnitContext& context) {
   // Where nothing is sharded, all ranks write to everything.
-  const bool may_share = layout.level != ShardLevel::kNone && is_host(layout.device);
+  const bool may_share = layout.level != ShardLevel::kNone && computes_on_host(layout.device);
   auto* const sharing = may_share ? capability<SharesMemory>(context.mesh.shard()) : nullptr;
   if (sharing) {
     if (auto buffer = sharing->share(layout.nbytes(), {layout.name, Channel::kControl}))
