@@ -118,7 +118,7 @@ TEST_F(CkptExchange, WrongRulesAreStatusTwo) {
       {{"--rename", "^net.*=a"}, "get the name 'a'"},
       {{"--rename-file", path("none.json")}, "could not open"},
       {{"--rename-file", path("rules.json")}, "rules.json' must be a JSON list"},
-      {{"--model", "net"}, "no tensors under the key 'net'"}};
+      {{"--model", "other"}, "no tensors under the key 'other'"}};
   for (const auto& [options, text] : cases) {
     const auto end =
         ckpt(with({"import", path("model.safetensors"), path("one"), "--quiet"}, options));
