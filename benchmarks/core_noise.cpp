@@ -17,8 +17,8 @@ struct Blocks {
   double fastest = 0;
 };
 
-// Takes about a tenth of a millisecond: independent products and sums in the first-level cache,
-// which occupy the units that a neighbour on the same core would share.
+// Takes about a tenth of a millisecond: independent products and sums in the first-level cache.
+// They occupy the units that a neighbour on the same core would share.
 double seconds_of_block(std::array<float, 256>& values) {
   const auto start = Clock::now();
   for (int i = 0; i < 5'000; ++i) {

@@ -15,7 +15,7 @@ class CoreNoise {
 
   /// Takes `time`; must be called while the cores are otherwise idle. Returns the mean time of the
   /// slowest core's blocks of arithmetic, divided by that of the fastest block of all cores so far:
-  /// at least 1, which is no noise.
+  /// at least 1; 1 is no noise.
   double sample(std::chrono::milliseconds time);
 
  private:

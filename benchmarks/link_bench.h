@@ -66,15 +66,14 @@ nlohmann::ordered_json link_report(const LinkBenchOptions& options, const LinkRe
 /// Formats `link_report()` for human readers.
 std::string link_table(const nlohmann::ordered_json& report);
 
-/// Measures a training step of a sharded job on several hosts with slow links, which it makes
-/// (`LinkedHosts`), against its limit: the computation of a step, or the time that the links need
-/// for its bytes, whichever is longer.
+/// Makes several hosts with slow links (`LinkedHosts`), and measures a training step of a sharded
+/// job on them against its limit: the computation of a step, or the time that the links need for
+/// its bytes, whichever is longer.
 ///
-/// Each round has a turn of each: the job; a transfer of as many bytes; as many processes, each of
-/// which trains alone; both at once, which tells what moving the bytes costs the cores of this
-/// machine; and the jobs of `options.against`. A turn begins when nothing moves on the
-/// links. Its first step is not timed, so that each timed step begins with what the one before it
-/// has left to the background.
+/// Each round has a turn of each: the job; a transfer of as many bytes; as many processes that
+/// train alone; both at once, to see what moving the bytes costs the cores of this machine; and the
+/// jobs of `options.against`. A turn begins when nothing moves on the links. Its first step is not
+/// timed, so that each timed step begins with what the one before it has left to the background.
 ///
 /// Prints a table, or one line of JSON, to stdout and progress to stderr. Returns the exit status;
 /// throws `c10::ValueError` for options that do not exist, and what `LinkedHosts` throws where no

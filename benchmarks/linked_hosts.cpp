@@ -167,7 +167,7 @@ std::vector<std::string> LinkedHosts::on_host(int host) const {
 std::string LinkedHosts::address(int host) const { return fmt::format("10.213.74.{}", 1 + host); }
 
 std::vector<LinkedHosts::Sent> LinkedHosts::sent() const {
-  // Of Ethernet, IPv4, and TCP with timestamps.
+  // The headers of Ethernet, IPv4, and TCP with timestamps.
   constexpr int64_t kHeaderBytes = 14 + 20 + 32;
   const auto links =
       nlohmann::json::parse(need({"ip", "-n", prefix_ + "bridge", "-j", "-s", "link", "show"}));

@@ -34,7 +34,7 @@ class LinkedHosts {
   /// The name of each host's link, on the host.
   static constexpr const char* kInterface = "uplink0";
 
-  /// Takes a host's link down, for good.
+  /// Takes a host's link down. It stays down.
   void cut(int host) const;
 
   /// Bytes that a host has sent.

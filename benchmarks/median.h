@@ -24,8 +24,8 @@ struct Interval {
 };
 
 /// Returns two of `values` between which the median of their distribution lies with a probability
-/// of 95 % at least, for any distribution; for fewer than six values the least and the largest,
-/// which promise less.
+/// of 95 % at least, for any distribution; for fewer than six values the least and the largest;
+/// these promise less.
 inline Interval median_interval(std::vector<double> values) {
   std::sort(values.begin(), values.end());
   // The number of n values that lie below the median is distributed as the heads of n coins.

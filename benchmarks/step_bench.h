@@ -93,7 +93,7 @@ struct StepWorkerOptions {
 std::vector<std::string> step_worker_command(const StepBenchOptions& options, StepRole role,
                                              int rank);
 
-/// Trains as commanded by lines on stdin (`prepare N`, `train N`, `memory N`), which it answers as
+/// Trains as commanded by lines on stdin (`prepare N`, `train N`, `memory N`). Answers them as
 /// `serve_commands()` does.
 int bench_step_worker(const StepWorkerOptions& options);
 
@@ -104,7 +104,9 @@ ShardPlan step_bench_plan(const StepBenchOptions& options);
 /// Adds the options of the workload, the job and its units.
 void add_workload(CLI::App& command, StepBenchOptions& options);
 
-/// Adds the commands `step`, `loop` and, hidden, `step-worker`.
+/// Add the commands `step` and `loop`, and the hidden `step-worker`.
 void add_step_bench(CLI::App& bench, int& exit_code);
+void add_loop_bench(CLI::App& bench, int& exit_code);
+void add_step_worker(CLI::App& bench, int& exit_code);
 
 }  // namespace tessera::tools

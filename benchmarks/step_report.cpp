@@ -29,7 +29,7 @@ int64_t peak_pss(const RoleResult& role) {
   return std::max(most(role.prepared, "peak_pss"), most(role.memory, "peak_pss"));
 }
 
-// Of the rank that keeps most; the kinds of different ranks are not mixed.
+// Returns the bytes of the rank that keeps most; the kinds of different ranks are not mixed.
 ordered_json kept_bytes(const RoleResult& role) {
   ordered_json kept;
   for (const auto& rank : role.memory) {

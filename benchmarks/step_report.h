@@ -8,13 +8,13 @@
 
 namespace tessera::tools {
 
-/// Returns the numbers that `tessera bench step --json` prints. Of numbers per process, the
-/// largest.
+/// Returns the numbers that `tessera bench step --json` prints. Takes the largest of numbers per
+/// process.
 ///
 /// - `seconds`: median over the timed steps of all ranks. A step is zero_grad, forward, loss,
 ///   backward and optimizer step.
 /// - `ratio`: sharded divided by local; `ratio_of_rounds`: that of the medians of each round;
-///   `ratio_of_minimums`: that of the fastest steps, which noise has disturbed least.
+///   `ratio_of_minimums`: that of the fastest steps, those least disturbed by noise.
 /// - `optimizer_seconds`: median of the optimizer's part of a step.
 /// - `limit_seconds`: median of local's steps with the optimizer's part divided by the number of
 ///   ranks: the limit of sharding if communication cost nothing; `ratio_to_limit`: sharded divided

@@ -31,7 +31,7 @@ int64_t minor_faults() {
   return usage.ru_minflt;
 }
 
-/// Samples `pss_bytes()` in a thread of its own, which disturbs timings: not for timed steps.
+/// Samples `pss_bytes()` in a thread of its own. That disturbs timings: not for timed steps.
 class PeakPss {
  public:
   /// Ends the watch and returns the largest value.

@@ -61,8 +61,8 @@ class Trainer {
 std::unique_ptr<Trainer> make_sharded_trainer(std::shared_ptr<BenchModel> model,
                                               const LoopSwitches& switches, ShardPlan plan);
 
-/// The same by `OSS` and `ShardedDataParallel`, with the plan that they make. Of `plan`, only the
-/// process group and the size of units are used.
+/// Shards by `OSS` and `ShardedDataParallel`, with the plan that they make. Uses only the process
+/// group and the size of units of `plan`.
 std::unique_ptr<Trainer> make_fairscale_trainer(std::shared_ptr<BenchModel> model, ShardPlan plan);
 
 /// Trains alone, unsharded, with LibTorch's fused AdamW: the reference. With a process group, after

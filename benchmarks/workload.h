@@ -30,8 +30,8 @@ class BenchModel : public torch::nn::Module {
   LoopSwitches switches_;
 };
 
-/// Makes the model of a workload (`tiny`, `small`, `medium` or `mlp`) with its initial values,
-/// which are fixed to the bit.
+/// Makes the model of a workload (`tiny`, `small`, `medium` or `mlp`) with its initial values.
+/// They are fixed to the bit.
 ///
 /// The values come from a generator of their own in the order of `named_parameters()`, so that any
 /// framework with LibTorch's random numbers can make the same ones. With the switch `bf16` they are

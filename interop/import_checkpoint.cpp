@@ -37,7 +37,7 @@ void apply(const ImportOptions& options, const std::string& from, CheckpointInde
   transpose_tensors(index, options.transpose);
 }
 
-// Calls `read`, which returns a tensor contiguous, when the tensor is written.
+// Calls `read` when a tensor is written. It must return it contiguous.
 void write_tensors(const CheckpointIndex& index,
                    const std::function<at::Tensor(const TensorRecord&)>& read,
                    const std::filesystem::path& path, const CheckpointProgress& progress) {

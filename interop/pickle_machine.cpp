@@ -22,14 +22,14 @@ namespace {
 // A program of a few bytes can make values that hold each other, or hold the same value 2^60 times,
 // or are a million levels deep. So values are owned by one list and refer to each other by plain
 // pointers, nothing here recurses into them, and their number is limited: a program takes memory
-// and time in proportion to its length. `DictWalk` (pickle.cpp), which visits the dicts afterwards,
+// and time in proportion to its length. `DictWalk` (pickle.cpp) visits the dicts afterwards, and
 // limits how often it visits each one.
 
 constexpr size_t kMostProgramBytes = size_t{64} << 20;
 // 400,000 tensors, each with its storage, need as many. They take less than 1 GiB of memory.
 constexpr size_t kMostValues = size_t{6} << 20, kMostRemembered = size_t{3} << 20,
                  kMostTensors = size_t{1} << 20;
-constexpr size_t kMostKeyBytes = 256;  // of a storage's key, which is a number
+constexpr size_t kMostKeyBytes = 256;  // of a storage's key, a number
 
 // The storage classes of the module `torch`, and their dtypes as in safetensors.
 constexpr std::array<std::pair<std::string_view, std::string_view>, 11> kStorages = {{
@@ -57,7 +57,7 @@ std::string_view storage_dtype(std::string_view storage_class) {
 }  // namespace
 
 // The values of one pickle. They may refer to each other in any way, in cycles and many levels
-// deep, and are freed all at once. Their texts are parts of the program, which must outlive them.
+// deep, and are freed all at once. Their texts are parts of the program; it must outlive them.
 class PickleValues {
  public:
   // All marks share one value, and so do all values that are left out.

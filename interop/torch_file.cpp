@@ -30,7 +30,7 @@ constexpr int64_t kMostViews = 8, kMostSmallBytes = int64_t{16} << 20;
 //
 // A record at the end of the file says where the list of its records is; another one before it has
 // the same in 64 bits, where 32 are too few. The list has, for each record, its name and the
-// position of its header, which its bytes follow. Everything is little endian.
+// position of its header. Its bytes follow that. Everything is little endian.
 constexpr uint32_t kEnd = 0x06054b50, kEnd64 = 0x06064b50, kEnd64Place = 0x07064b50,
                    kListed = 0x02014b50, kHeader = 0x04034b50;
 constexpr int64_t kEndBytes = 22, kEnd64Bytes = 56, kEnd64PlaceBytes = 20, kHeaderBytes = 30;

@@ -18,7 +18,7 @@ namespace tessera {
 /// A file that Python's `torch.save` made: a zip file with a pickle in it.
 class TorchFile {
  public:
-  /// A record of the zip file, which is stored uncompressed.
+  /// A record of the zip file, stored uncompressed.
   struct Record {
     int64_t offset = 0;  ///< of its bytes, from the beginning of the file
     int64_t nbytes = 0;

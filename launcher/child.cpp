@@ -55,7 +55,7 @@ struct Prepared {
 };
 
 void reset_signals() {
-  // Handlers are reset by exec; SIGPIPE, which the launcher ignores, is not.
+  // Handlers are reset by exec; ignored signals are not: the launcher ignores SIGPIPE.
   ::signal(SIGPIPE, SIG_DFL);
   sigset_t none;
   ::sigemptyset(&none);

@@ -31,7 +31,7 @@ struct ExecError : std::runtime_error {
   int error;
 };
 
-/// Returns the arguments as exec() takes them, which point into `texts`.
+/// Returns the arguments as exec() takes them. They point into `texts`.
 std::vector<char*> argument_pointers(const std::vector<std::string>& texts);
 
 /// Starts a program. It is killed when the calling thread ends.

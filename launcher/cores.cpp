@@ -14,7 +14,7 @@ namespace tessera::tools {
 namespace {
 
 std::vector<int> allowed_cores() {
-  // The kernel refuses a set smaller than its own, which can exceed CPU_SETSIZE.
+  // The kernel refuses a set smaller than its own. That can exceed CPU_SETSIZE.
   for (int capacity = CPU_SETSIZE; capacity <= 64 * CPU_SETSIZE; capacity *= 2) {
     cpu_set_t* set = CPU_ALLOC(capacity);
     const size_t bytes = CPU_ALLOC_SIZE(capacity);

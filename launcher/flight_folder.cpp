@@ -22,7 +22,7 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-/// Of one record; the library's are bounded far below.
+/// Most bytes of one record; the library's are bounded far below.
 constexpr uintmax_t kMostBytes = 16 << 20;
 
 /// Reads the record of `rank`. One that can't be read, or is no plain file, blames nobody.

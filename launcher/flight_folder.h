@@ -26,8 +26,8 @@ int blamed_rank(const std::vector<FlightReport>& reports);
 
 /// The folder to which ranks write their flight records: rank_0.json, rank_1.json and so on.
 ///
-/// It is `log_dir`/flight, or a temporary folder, which is removed with the object unless records
-/// in it were shown. If there is none, `path()` is empty, and ranks write nothing.
+/// It is `log_dir`/flight, or a temporary folder that is removed with the object unless records in
+/// it were shown. If there is none, `path()` is empty, and ranks write nothing.
 class FlightFolder {
  public:
   /// `trace`: the name of the traces, as several nodes may have one folder.
@@ -52,7 +52,7 @@ class FlightFolder {
   std::vector<FlightReport> read_failed(const std::vector<int>& ranks) const;
 
   /// Writes a table of the records of `ranks` to the terminal and a trace to the folder, by
-  /// `tessera-flight` (flight.py), which lies beside this program. `attempt`: the start, 0 the
+  /// `tessera-flight` (flight.py) beside this program. `attempt`: the start, 0 the
   /// first.
   void show(const std::vector<int>& ranks, int attempt, Terminal& terminal);
 

@@ -52,7 +52,7 @@ void reap_adopted(pid_t process_group) {
 }
 
 /// Order of blame for ranks that were found dead together: a crash comes before an error exit or an
-/// abort, which is how ranks report that a peer has gone.
+/// abort: ranks end so when they lose a peer.
 int blame(const RankEnd& end) {
   if (end.killed && end.status != SIGABRT) return 0;
   return end.killed || end.status != 0 ? 1 : 2;
@@ -149,7 +149,7 @@ void Job::handle_events(Clock::time_point until) {
   }
   for (const int signal : wait_for_events(signals_, terminal_, streams, until)) on_signal(signal);
   if (terminal_.broken() && options_.log_dir.empty() && end_.interrupted_by == 0) {
-    end_.interrupted_by = SIGPIPE;  // as for any program whose reader has gone
+    end_.interrupted_by = SIGPIPE;  // as for any program whose reader has ended
     signal_ranks(SIGTERM);
     enter(Phase::kTerminating, options_.grace);
   }

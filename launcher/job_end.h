@@ -14,7 +14,7 @@ struct RankEnd {
   bool killed = false;
   bool dumped_core = false;
   bool after_interrupt = false;  ///< a signal had been passed on before
-  bool by_launcher = false;      ///< the launcher had told the ranks to end before
+  bool by_launcher = false;      ///< the launcher had ended the ranks before
   bool has_last_words = true;    ///< false: it wrote nothing to stderr after the first failure
   std::vector<std::string> last_lines;  ///< of its stderr, oldest first
 

@@ -149,7 +149,7 @@ class Launch {
   SignalPipe& signals_;
   Plan plan_;
   std::unique_ptr<Guardian>
-      guardian_;  // outlives the folder, which it removes if this process is killed
+      guardian_;  // outlives the folder, and removes it if this process is killed
   FlightFolder flights_;
 };
 

@@ -15,7 +15,7 @@ namespace {
 constexpr size_t kLinesKept = 10;
 constexpr size_t kBytesKeptOfLine = 400;
 constexpr int kReadsOfFullPipe = 64;
-// LibTorch ends an error with stack frames, which would push the message out of the kept lines.
+// LibTorch ends an error with stack frames. They would push the message out of the kept lines.
 constexpr std::string_view kFrame = "frame #";
 
 UniqueFd open_log(const std::string& path, bool append) {

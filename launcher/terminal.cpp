@@ -53,7 +53,7 @@ void Terminal::write_some() {
 }
 
 void Terminal::fail(int error) {
-  if (error == EPIPE || error == ECONNRESET) {  // the reader has gone
+  if (error == EPIPE || error == ECONNRESET) {  // the reader has ended
     broken_ = true;
     queue_.clear();
     queued_bytes_ = written_of_front_ = 0;

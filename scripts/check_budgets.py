@@ -24,7 +24,6 @@ TABLE = re.compile(r"^(?:cases|quiet_cases|layouts|families|make_spatial_rules|b
 
 CAPS = {
     "benchmarks/link_report.cpp: link_report": 44,
-    "benchmarks/step_commands.cpp: add_step_bench": 43,
     "core/comm/arena/hosted_process_group.cpp: start": 47,
     "core/comm/arena/stepwise_work.cpp: class StepwiseWork": 16,
     "core/comm/watch/watch.cpp": 645,

@@ -67,7 +67,9 @@ void add_step_bench(CLI::App& bench, int& exit_code) {
   step->callback([options, &exit_code] {
     exit_code = exit_code_of("tessera bench step", [&] { return bench_step(*options); });
   });
+}
 
+void add_loop_bench(CLI::App& bench, int& exit_code) {
   auto loop_options = std::make_shared<StepBenchOptions>(StepBenchOptions{
       .rounds = 10, .steps = 10, .memory = false, .in_step = true, .threads = true});
   auto loops = std::make_shared<std::vector<std::string>>();
@@ -84,7 +86,9 @@ void add_step_bench(CLI::App& bench, int& exit_code) {
     exit_code =
         exit_code_of("tessera bench loop", [&] { return bench_loop(*loop_options, *loops); });
   });
+}
 
+void add_step_worker(CLI::App& bench, int& exit_code) {
   auto worker_options = std::make_shared<StepWorkerOptions>();
   auto* worker = bench.add_subcommand("step-worker", "one process of `step`")->group("");
   add_workload(*worker, worker_options->bench);

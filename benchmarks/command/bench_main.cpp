@@ -15,7 +15,7 @@
 
 namespace {
 
-// Without the first line, which `tessera` has printed.
+// Returns the facts without their first line: `tessera` has printed that.
 std::string facts_of_library() {
   const std::string text = tessera::describe(tessera::build_info());
   return text.substr(text.find('\n') + 1);
@@ -29,6 +29,8 @@ int main(int argc, char** argv) {
   app.set_version_flag("--version", facts_of_library, "Prints the facts of the library");
   CLI::App* bench = app.add_subcommand("bench", "Measures training steps");
   tessera::tools::add_step_bench(*bench, exit_code);
+  tessera::tools::add_loop_bench(*bench, exit_code);
+  tessera::tools::add_step_worker(*bench, exit_code);
   tessera::tools::add_link_bench(*bench, exit_code);
   tessera::tools::add_plan(app, exit_code);
   tessera::tools::add_ckpt(app, exit_code);

@@ -97,8 +97,7 @@ class SavedJob {
     if (ranks_->rank() == 0) fs::remove_all(directory_, ignored);
   }
 
-  /// Of two kinds that are compared, each goes first in every other round: a disk may be faster
-  /// after a rest.
+  /// Two kinds that are compared take turns in going first: a disk may be faster after a rest.
   Numbers round() {
     const std::string file = directory_ / fmt::format("disk-{}", ranks_->rank());
     const fs::path saved = directory_ / "saved", later = directory_ / "later";

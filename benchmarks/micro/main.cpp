@@ -3,8 +3,8 @@
 //     micro_benchmarks --benchmark_filter=dispatch [--benchmark_repetitions=N]
 //     tessera run -n 2 --no-prefix micro_benchmarks --benchmark_filter=comm
 //
-// The repetitions are rounds, in which all that is compared takes turns. Of several ranks, all run
-// the same benchmarks, and rank 0 prints.
+// The repetitions are rounds in which all that is compared takes turns. All ranks run the same
+// benchmarks, and rank 0 prints.
 
 #include <benchmark/benchmark.h>
 #include <tessera/comm/build_info.h>

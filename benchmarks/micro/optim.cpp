@@ -19,7 +19,7 @@ namespace {
 using torch::Tensor;
 
 // As STREAM counts them: without the lines that a cache reads because they are about to be
-// overwritten, which would be 4 * 4. The step overwrites data that it has read.
+// overwritten; with them it would be 4 * 4. The step overwrites data that it has read.
 constexpr double kTriadBytes = 3 * 4;
 constexpr double kRate = 1e-3, kDecay = 0.01;
 
@@ -67,7 +67,7 @@ struct OneParameter : torch::nn::Module {
   Tensor weight;
 };
 
-/// `ShardedOptimizer`, which steps fp32 masters and rounds them to a bf16 parameter.
+/// `ShardedOptimizer` over fp32 masters that it rounds to a bf16 parameter.
 Step master_step(const std::string& optimizer, int64_t elements) {
   const auto net = std::make_shared<OneParameter>(elements);
   const auto inner = make_optimizer(optimizer, net->weight);

@@ -25,7 +25,7 @@ using Round = std::function<Numbers()>;
 /// it is destroyed before the next benchmark begins.
 void add_rounds(const std::string& name, std::function<Round()> make);
 
-/// Returns the world of this process, which the first call makes.
+/// Returns the world of this process. The first call makes it.
 const World& world();
 
 /// Returns the seconds that `run` takes.

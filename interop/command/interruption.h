@@ -20,7 +20,7 @@ class Interruption {
 
   /// Throws if there was a signal.
   void check() const;
-  /// Returns `progress`, which may be empty, preceded by a check.
+  /// Returns `progress` (it may be empty), preceded by a check.
   CheckpointProgress checked(CheckpointProgress progress) const;
 
   /// Ends the program as the signal would have done; returns if there was none.

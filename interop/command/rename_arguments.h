@@ -7,12 +7,11 @@
 
 namespace tessera::tools {
 
-/// Returns the rules of a file, then those of arguments `PATTERN=REPLACEMENT`, which are cut at
-/// their last `=`. `file` may be empty: none.
+/// Returns the rules of a file, then those of arguments `PATTERN=REPLACEMENT`, cut at their last
+/// `=`. `file` may be empty: none.
 ///
 /// The file is JSON: a list of rules, `[["PATTERN", "REPLACEMENT"], ...]`, or an object of whole
-/// names, `{"NAME": "NEW NAME", ...}`, which are one rule. Throws `std::invalid_argument` for
-/// others.
+/// names, `{"NAME": "NEW NAME", ...}`, one rule. Throws `std::invalid_argument` for others.
 RenameRules rename_rules_of(const std::string& file, const std::vector<std::string>& arguments);
 
 }  // namespace tessera::tools

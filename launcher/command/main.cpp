@@ -1,6 +1,6 @@
 // The command-line tool: starts jobs, and passes all other commands on to programs beside it.
 //
-// It is not linked with LibTorch, which takes longer to load than a job takes to start.
+// It is not linked with LibTorch: that takes longer to load than a job takes to start.
 
 #include <fmt/format.h>
 #include <tessera/version.h>
@@ -32,9 +32,9 @@ int become(const char* name, char** argv) {
   return errno == ENOENT ? 127 : 126;
 }
 
-/// Prints the versions that this program was built with, then executes the other one, which adds
-/// the facts of the library: the first line is there also where LibTorch can't be loaded. Returns
-/// the text to print where there is no other one.
+/// Prints the versions that this program was built with, then executes the other one to add the
+/// facts of the library: the first line is there also where LibTorch can't be loaded. Returns the
+/// text to print where there is no other one.
 std::string version_text() {
   const std::string versions =
       fmt::format("tessera {}.{}.{} (LibTorch {})", TESSERA_VERSION_MAJOR, TESSERA_VERSION_MINOR,

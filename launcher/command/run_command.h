@@ -9,7 +9,7 @@ class App;
 
 namespace tessera::tools {
 
-/// Adds `run`, which starts `command` as several ranks. `exit_code` gets the job's exit status.
+/// Adds `run` to start `command` as several ranks. `exit_code` gets the job's exit status.
 void add_run(CLI::App& app, const std::vector<std::string>& command, int& exit_code);
 
 /// Moves the program of `run` and its arguments from the end of `arguments` to the result, without

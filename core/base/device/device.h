@@ -13,7 +13,7 @@ namespace tessera {
 inline bool is_host(c10::Device device) { return device.is_cpu(); }
 
 /// Returns true if the host itself computes on `device`, and nothing is queued: on the CPU, and on
-/// the device of meta tensors, which have no memory.
+/// the device of meta tensors.
 inline bool computes_on_host(c10::Device device) { return device.is_cpu() || device.is_meta(); }
 
 /// Returns the type of this process's accelerator: that of which LibTorch has a backend and the

@@ -93,7 +93,7 @@ std::vector<int> choose_owners(const std::vector<ParamSlot>& params, const Shard
                         "[fully_shard] plan.owners must name ranks from 0 to ", world_size - 1,
                         "; got ", owner, " for '", name, "'");
     }
-    owners.push_back(param.is_replicated ? owner : 0);  // of those who have it, which is one
+    owners.push_back(param.is_replicated ? owner : 0);  // one rank has it: the first of one
     if (param.requires_grad && param.is_replicated) ranks.add(owner, param.numel);
   }
   return owners;
