@@ -3,9 +3,9 @@
 #include <tessera/planner/transformer_config.h>
 
 #include <algorithm>
+#include <cctype>
 #include <charconv>
 #include <filesystem>
-#include <map>
 #include <sstream>
 
 #include "base/files/file.h"
@@ -20,38 +20,16 @@ namespace {
 
 namespace fs = std::filesystem;
 
-const std::map<std::string, at::ScalarType>& dtypes() {
-  static const std::map<std::string, at::ScalarType> dtypes = {
-      {"float64", at::kDouble},
-      {"double", at::kDouble},
-      {"fp64", at::kDouble},
-      {"f64", at::kDouble},
-      {"float32", at::kFloat},
-      {"float", at::kFloat},
-      {"fp32", at::kFloat},
-      {"f32", at::kFloat},
-      {"float16", at::kHalf},
-      {"half", at::kHalf},
-      {"fp16", at::kHalf},
-      {"f16", at::kHalf},
-      {"bfloat16", at::kBFloat16},
-      {"bf16", at::kBFloat16},
-      {"int64", at::kLong},
-      {"long", at::kLong},
-      {"i64", at::kLong},
-      {"int32", at::kInt},
-      {"int", at::kInt},
-      {"i32", at::kInt},
-      {"int16", at::kShort},
-      {"short", at::kShort},
-      {"i16", at::kShort},
-      {"int8", at::kChar},
-      {"i8", at::kChar},
-      {"uint8", at::kByte},
-      {"u8", at::kByte},
-      {"bool", at::kBool},
-      {"float8_e4m3fn", at::kFloat8_e4m3fn}};
-  return dtypes;
+// Spells out names such as fp32, bf16 and u8.
+std::string long_dtype_name(std::string name) {
+  for (const auto& [shorter, longer] : {std::pair<std::string, const char*>("bf", "bfloat"),
+                                        {"fp", "float"},
+                                        {"f", "float"},
+                                        {"i", "int"},
+                                        {"u", "uint"}})
+    if (name.starts_with(shorter) && std::isdigit(name[shorter.size()]))
+      return longer + name.substr(shorter.size());
+  return name;
 }
 
 // Calls `f`, which reads a file, and makes its errors name that file.
@@ -182,9 +160,10 @@ at::ScalarType parse_dtype(const std::string& name) {
   std::string lower = name;
   std::transform(lower.begin(), lower.end(), lower.begin(),
                  [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-  const auto it = dtypes().find(lower);
+  const auto& dtypes = c10::getStringToDtypeMap();
+  const auto it = dtypes.find(long_dtype_name(lower));
   TORCH_CHECK_VALUE(
-      it != dtypes().end(),
+      it != dtypes.end(),
       "[parse_dtype] a dtype must be one such as float32, bfloat16, float16 or int64; got '",
       shortened(name), "'");
   return it->second;

@@ -1,26 +1,26 @@
 #include <c10/util/Exception.h>
-#include <tessera/comm/process_group_decorators.h>
 #include <tessera/planner/plan_report.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
+#include <map>
 #include <set>
+#include <utility>
 
 #include "base/files/untrusted.h"
-#include "comm/group/encoding.h"
-#include "comm/group/sent_bytes.h"
-#include "engine/access/use_order.h"
-#include "engine/grad/grad_bucket.h"
-#include "engine/grad/reducer.h"
-#include "engine/model/sharded_state.h"
+#include "engine/model/memory_count.h"
 #include "engine/optim/param_state.h"
-#include "engine/unit/layout.h"
-#include "planner/planned_peak.h"
-#include "planner/planned_units.h"
+#include "planner/paper_job.h"
+#include "trace/memory_timeline.h"
 
 namespace tessera {
 namespace {
+
+// Ranks of which each is run, where all differ.
+constexpr int kMostCompared = 64;
+// Leaves room for the sum of all kinds.
+constexpr int64_t kMostActivations = int64_t{1} << 59;
 
 void check_options(const PlanReportOptions& options) {
   TORCH_CHECK_VALUE(options.ranks >= 1, "[plan_report] options.ranks must be at least 1; got ",
@@ -35,191 +35,236 @@ void check_options(const PlanReportOptions& options) {
                     options.state_tensors);
 }
 
-// Returns the range that a rank updates, in elements of the unit's flat buffer.
-std::pair<int64_t, int64_t> updated_range(const UnitLayout& unit, int rank) {
-  if (unit.level == ShardLevel::kNone) return {0, unit.numel()};
-  return {unit.bounds[rank], unit.bounds[rank + 1]};
+int64_t item_size(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
+
+bool is_trainable(const UnitLayout& unit) { return unit.slots.front().requires_grad; }
+
+// Returns the index of each parameter by its names.
+std::map<std::string, size_t> indices_of(const std::vector<ParameterSize>& parameters) {
+  std::map<std::string, size_t> indices;
+  for (size_t i = 0; i < parameters.size(); ++i)
+    for (const std::string& name : parameters[i].names) indices.emplace(name, i);
+  return indices;
 }
 
-// Returns the bytes of the reduced gradients that a rank keeps, by unit.
-std::vector<int64_t> reduced_nbytes(const std::vector<UnitLayout>& units, int rank) {
-  std::vector<int64_t> nbytes;
-  for (const UnitLayout& unit : units) {
-    const auto [begin, end] = updated_range(unit, rank);
-    nbytes.push_back(is_trainable(unit) ? (end - begin) * item_size(unit.master_dtype) : 0);
+void check_moments(const std::vector<ParameterSize>& parameters, const PlanReportOptions& options) {
+  TORCH_CHECK_VALUE(options.activations >= 0 && options.activations <= kMostActivations,
+                    "[plan_report] options.activations must be from 0 to ", kMostActivations,
+                    "; got ", options.activations);
+  TORCH_CHECK_VALUE(options.activations == 0 || options.moments.empty(),
+                    "[plan_report] options.activations and options.moments exclude each other");
+  TORCH_CHECK_VALUE(
+      options.moments.empty() || (options.forward_order.empty() && options.backward_order.empty()),
+      "[plan_report] options.moments tell the order of use, and exclude options.forward_order and "
+      "backward_order");
+  const auto indices = indices_of(parameters);
+  bool is_backward = false;
+  for (const ActivationMoment& moment : options.moments) {
+    TORCH_CHECK_VALUE(moment.nbytes >= 0 && moment.nbytes <= kMostActivations,
+                      "[plan_report] options.moments: nbytes of '", shortened(moment.name),
+                      "' must be from 0 to ", kMostActivations, "; got ", moment.nbytes);
+    TORCH_CHECK_VALUE(
+        moment.backward || !is_backward,
+        "[plan_report] options.moments must be in the order of time, those of forward first; got '",
+        shortened(moment.name), "' behind one of backward");
+    is_backward = moment.backward;
+    for (const auto* names : {&moment.parameters, &moment.gradients})
+      for (const std::string& name : *names)
+        TORCH_CHECK_VALUE(indices.contains(name), "[plan_report] options.moments: '",
+                          shortened(moment.name), "' must name parameters of the model; got '",
+                          shortened(name), "'");
   }
-  return nbytes;
 }
 
-ShardMemory planned_memory(const std::vector<UnitLayout>& units, const ShardPlan& plan,
-                           const PlanReportOptions& options, int rank) {
-  ShardMemory memory;
-  const bool is_offloaded = plan.offload != Offload::kNone;
-  int64_t state = 0, masters = 0;
-  for (const UnitLayout& unit : units) {
-    const auto [begin, end] = updated_range(unit, rank);
-    const int64_t item = item_size(unit.master_dtype);
-    if (options.shares_memory && unit.level != ShardLevel::kNone) {
-      memory.parameters += unit.shard_numel(rank) * item_size(unit.dtype);
-    } else if (!frees(unit, options.ranks)) {
-      memory.parameters += unit.nbytes();
-    } else if (!is_offloaded && !(plan.precision.master_only && unit.has_master())) {
-      // Else the master copy serves as the shard.
-      memory.parameters += unit.shard_numel(rank) * item_size(unit.dtype);
+// One rank, in its observed step.
+class PlannedStep final : public PaperObserver, public MemoryListener {
+ public:
+  PlannedStep(const std::vector<ParameterSize>& parameters, const ShardPlan& plan,
+              const PlanReportOptions& options, int rank)
+      : options_(options),
+        result_{.rank = rank},
+        job_(parameters, plan,
+             {.size = options.ranks,
+              .rank = rank,
+              .shares_memory = options.shares_memory,
+              .sends = !options.shares_memory},
+             options.replicas, *this) {
+    const std::vector<PaperMoment> moments = moments_of(parameters);
+    job_.step(moments);  // which shows the order of use
+    observe(moments);
+  }
+
+  const PlannedRank& result() const { return result_; }
+  const ShardedState& state() const { return job_.state(); }
+
+ private:
+  using Entry = CollectiveCounts::Entry;
+
+  std::vector<PaperMoment> moments_of(const std::vector<ParameterSize>& parameters) const {
+    if (options_.moments.empty())
+      return moments_in_order(job_, options_.forward_order, options_.backward_order);
+    const auto indices = indices_of(parameters);
+    std::vector<PaperMoment> moments;
+    for (const ActivationMoment& given : options_.moments) {
+      PaperMoment& moment = moments.emplace_back(PaperMoment{.backward = given.backward});
+      for (const std::string& name : given.parameters)
+        if (const auto unit = job_.unit_of(indices.at(name))) append_use(moment.uses, *unit);
+      for (const std::string& name : given.gradients) moment.gradients.push_back(indices.at(name));
     }
-    if (is_offloaded || unit.has_master()) masters += (end - begin) * item;
-    if (!is_trainable(unit)) continue;
-    memory.gradients += (end - begin) * item;
-    const bool is_sent = unit.is_replicated && options.ranks > 1 && !options.shares_memory;
-    if (unit.error_feedback && is_sent) {
-      const bool gathers_sums = unit.level == ShardLevel::kNone;
-      memory.gradients +=
-          (unit.numel() + (gathers_sums ? unit.shard_numel(rank) : 0)) * item_size(at::kFloat);
+    return moments;
+  }
+
+  void observe(const std::vector<PaperMoment>& moments) {
+    ShardedState& state = job_.state();
+    state.context().peak_unsharded_bytes = state.context().unsharded_bytes;
+    count_state();
+    for (size_t unit = 0; unit < state.units().size(); ++unit) {
+      units_.emplace(state.units()[unit]->layout().name, unit);
+      held_.emplace_back();
+      recount(unit);
     }
-    for (const ParamSlot& slot : unit.slots) {
-      const auto [slot_begin, slot_end] = overlap(slot, begin, end);
-      state += (slot_end - slot_begin) * item * options.state_tensors;
+    is_observed_ = true;
+    state.context().watch.add(*this);
+    job_.step(moments);
+    state.context().watch.remove(*this);
+    result_.memory = job_.memory();
+    result_.memory.peak_in_flight = 0;
+    (offloads() ? result_.memory.offloaded : result_.memory.optimizer_state) += state_nbytes_;
+    if (options_.shares_memory) result_.traffic = {};
+    if (!options_.moments.empty()) return;
+    const ShardMemory& memory = result_.memory;
+    result_.peak = {.parameters = memory.parameters,
+                    .gathered = memory.peak_unsharded,
+                    .gradients = memory.gradients,
+                    .gradients_in_flight = most_in_flight_,
+                    .optimizer_state = memory.optimizer_state,
+                    .master_weights = memory.master_weights,
+                    .offloaded = memory.offloaded,
+                    .other = options_.activations};
+  }
+
+  bool offloads() const { return job_.state().context().offload != nullptr; }
+
+  // The optimizer on paper keeps none.
+  void count_state() {
+    for (const auto& unit : job_.state().units()) {
+      for (const ParamSlot& slot : unit->layout().slots) {
+        const auto [begin, end] = unit->updated_range(slot);
+        if (slot.requires_grad)
+          state_nbytes_ += (end - begin) * options_.state_tensors * item_size(slot.master_dtype);
+      }
     }
   }
-  (is_offloaded ? memory.offloaded : memory.optimizer_state) += state;
-  (is_offloaded ? memory.offloaded : memory.master_weights) += masters;
-  return memory;
-}
 
-// How often each unit is gathered in a pass, and the peak of the gathered bytes.
-struct PlannedGathers {
-  std::vector<int> forward, backward;  // by unit
-  std::vector<int> reductions;         // units in the order of reductions
-  PassOrder pass;
-  std::vector<int64_t> bytes;  // of gathered parameters, by position in the order
-  int64_t peak_bytes = 0;
+  // A reduction holds what it sends until the next one begins, as it may take that long; with one
+  // rank, or where no moments are known, until the moment is over.
+  WorkPtr on_collective(const ProcessGroup& ranks, const Collective& collective,
+                        int64_t sent) override {
+    if (!is_observed_) return nullptr;
+    if (const auto* const reduction = std::get_if<ReduceScatter>(&collective.call))
+      send(reduction->pieces);
+    Entry& entry = entry_of(collective, &ranks == &job_.state().mesh().replicate());
+    entry.calls += 1;
+    entry.bytes_sent += sent;
+    return nullptr;
+  }
+
+  Entry& entry_of(const Collective& collective, bool of_replicas) {
+    PlannedTraffic& traffic = result_.traffic;
+    if (std::holds_alternative<ReduceScatter>(collective.call)) return traffic.reduce;
+    if (std::holds_alternative<AllReduce>(collective.call)) {
+      if (!of_replicas) return traffic.agree;
+      return collective.tag.channel == Channel::kGrads ? traffic.replicate : traffic.agree_replicas;
+    }
+    if (collective.tag.channel == Channel::kGrads) return traffic.gather_reduced;
+    if (job_.phase() == PaperJob::Phase::kBackward) return traffic.gather_backward;
+    const bool is_updated =
+        job_.phase() == PaperJob::Phase::kUpdate && stays(collective.tag.subject);
+    return is_updated ? traffic.gather_updated : traffic.gather_forward;
+  }
+
+  // Returns true for a unit that is not freed between uses.
+  bool stays(std::string_view name) const {
+    const auto unit = units_.find(name);
+    return unit != units_.end() && !job_.state().units()[unit->second]->frees();
+  }
+
+  void on_moment(size_t index) override {
+    moment_ = index;
+    const bool may_be_late = options_.ranks > 1 && !options_.moments.empty();
+    if (!may_be_late) send({});
+    take(bytes_);
+  }
+  void on_step() override { send({}); }
+
+  // Frees what was sent before.
+  void send(std::vector<Piece> pieces) {
+    sending_ = std::move(pieces);
+    std::erase_if(reducing_, [this](size_t unit) {
+      recount(unit);
+      return held_[unit].gradients_in_flight == 0;
+    });
+  }
+
+  void before_change() override {}
+  void on_memory(MemoryEvent event, const std::string& name) override {
+    const auto unit = units_.find(name);
+    if (unit == units_.end()) return take(bytes_);
+    if (event == MemoryEvent::kReductionStarted) reducing_.push_back(unit->second);
+    recount(unit->second);
+    take(bytes_, event == MemoryEvent::kGradientMade ? job_.copied_gradient() : 0);
+  }
+
+  void recount(size_t unit) {
+    const MemoryBytes now = held_by(job_.state(), unit), before = std::exchange(held_[unit], now);
+    for (const MemoryKind& kind : kMemoryKinds)
+      bytes_.*kind.bytes += now.*kind.bytes - before.*kind.bytes;
+  }
+
+  void take(MemoryBytes bytes, int64_t copied_gradient = 0) {
+    most_in_flight_ = std::max(most_in_flight_, bytes.gradients_in_flight);
+    bytes.gradients_in_flight += copied_gradient;
+    const bool is_update = job_.phase() == PaperJob::Phase::kUpdate;
+    if (options_.moments.empty() || (!is_update && moment_ == options_.moments.size())) return;
+    (offloads() ? bytes.offloaded : bytes.optimizer_state) += state_nbytes_;
+    bytes.other = is_update ? 0 : options_.moments[moment_].nbytes;
+    if (bytes.total() <= result_.peak.total()) return;
+    result_.peak = bytes;
+    result_.peak_at = is_update ? "the optimizer's step" : options_.moments[moment_].name;
+  }
+
+  const PlanReportOptions& options_;
+  PlannedRank result_;
+  bool is_observed_ = false;
+  std::map<std::string, size_t, std::less<>> units_;  // by name
+  std::vector<MemoryBytes> held_;                     // by each
+  MemoryBytes bytes_;                                 // and by all
+  int64_t state_nbytes_ = 0;
+  size_t moment_ = 0;
+  std::vector<Piece> sending_;
+  std::vector<size_t> reducing_;  // units of which they are
+  int64_t most_in_flight_ = 0;
+  PaperJob job_;
 };
 
-using Entry = CollectiveCounts::Entry;
-
-// Leaves room for the sum of all entries.
-constexpr int64_t kMostBytes = int64_t{1} << 59;
-
-void add(Entry& entry, int64_t calls, int64_t bytes) {
-  entry.calls += calls;
-  entry.bytes_sent = checked_sum(entry.bytes_sent, checked_product(calls, bytes));
-  TORCH_CHECK_VALUE(entry.bytes_sent <= kMostBytes, "[plan_report] a rank must send at most ",
-                    kMostBytes, " bytes in a step; got ", entry.bytes_sent);
-}
-
-int64_t sent_by_gather(int64_t numel, at::ScalarType dtype, Encoding encoding,
-                       const PlanReportOptions& options) {
-  const int64_t nbytes = encoding == Encoding::kPlain ? checked_product(numel, item_size(dtype))
-                                                      : encoded_nbytes(encoding, numel, dtype);
-  return checked_product(options.ranks - 1, nbytes);
-}
-
-// The bytes of gradients that a rank sends to the others. Encoded messages are made of parts, each
-// with blocks of its own.
-int64_t reduced_bytes(const UnitLayout& unit, int rank) {
-  if (unit.reduce_encoding == Encoding::kPlain)
-    return (unit.numel() - unit.shard_numel(rank)) * item_size(unit.reduce_dtype);
-  int64_t bytes = 0;
-  const auto ranks = static_cast<int>(unit.bounds.size()) - 1;
-  for (int other = 0; other < ranks; ++other) {
-    if (other == rank) continue;
-    for (const GradChunk& chunk : unit.chunks) {
-      const int64_t numel =
-          std::min(chunk.end, unit.bounds[other + 1]) - std::max(chunk.begin, unit.bounds[other]);
-      if (numel > 0) bytes += encoded_nbytes(unit.reduce_encoding, numel, unit.reduce_dtype);
-    }
+// The rank that updates most, the lowest of equals.
+int fullest_rank(const ShardedState& state) {
+  const int ranks = state.process_group().size();
+  std::vector<int64_t> nbytes(ranks, 0);
+  for (const auto& unit : state.units()) {
+    const UnitLayout& layout = unit->layout();
+    if (layout.is_replicated)
+      for (int rank = 0; rank < ranks; ++rank)
+        nbytes[rank] += layout.shard_numel(rank) * item_size(layout.master_dtype);
   }
-  return bytes;
+  return static_cast<int>(std::ranges::max_element(nbytes) - nbytes.begin());
 }
 
-// Adds the reduction of the gradients of one bucket's units.
-void add_reductions(PlannedTraffic& traffic, const std::vector<const UnitLayout*>& units,
-                    const PlanReportOptions& options, int rank) {
-  int64_t sent = 0, kept = 0;
-  for (const UnitLayout* unit : units) {
-    const int64_t own = unit->shard_numel(rank);
-    const int64_t own_bytes = own * item_size(unit->master_dtype);
-    sent += reduced_bytes(*unit, rank);
-    kept += own_bytes;
-    if (unit->level != ShardLevel::kNone || options.ranks == 1) continue;
-    const int64_t gathered =
-        sent_by_gather(own, unit->master_dtype, unit->reduce_encoding, options);
-    if (units.size() == 1 && unit->may_gather_sums() && options.replicas == 1) {
-      sent += gathered;
-    } else {
-      add(traffic.gather_reduced, 1, gathered);
-    }
-  }
-  add(traffic.reduce, 1, sent);
-  if (options.replicas > 1) add(traffic.replicate, 1, all_reduce_bytes(kept, options.replicas));
-}
-
-PlannedGathers plan_gathers(const std::vector<UnitLayout>& units, const ShardPlan& plan,
-                            const PlanReportOptions& options) {
-  const PassOrder pass = order_of_use(units, options.forward_order, options.backward_order);
-  const UseOrder order = pass.joined();
-  PlannedGathers gathers{std::vector<int>(units.size()), std::vector<int>(units.size()),
-                         expected_reduction_order(pass.forward, static_cast<int>(units.size())),
-                         pass};
-  const std::vector<int64_t> nbytes = freed_nbytes(units, options.ranks);
-  for (size_t unit = 0; unit < units.size(); ++unit) {
-    // A unit without bytes is in no residency plan: it is gathered when it is used.
-    const bool is_used = std::find(order.begin(), order.end(), unit) != order.end();
-    if (frees(units[unit], options.ranks) && nbytes[unit] == 0 && is_used)
-      gathers.forward[unit] = 1;
-  }
-  const auto steps = plan_residency(order, nbytes, plan.resident_bytes, plan.prefetch);
-  for (size_t position = 0; position < steps.size(); ++position) {
-    auto& pass_gathers = position < pass.forward.size() ? gathers.forward : gathers.backward;
-    for (const int unit : steps[position].gather) ++pass_gathers[unit];
-  }
-  gathers.bytes = gathered_bytes(steps, nbytes);
-  for (const int64_t bytes : gathers.bytes)
-    gathers.peak_bytes = std::max(gathers.peak_bytes, bytes);
-  return gathers;
-}
-
-std::vector<GradBucket> buckets_of(const std::vector<UnitLayout>& units,
-                                   const PlannedGathers& gathers, const ShardPlan& plan) {
-  std::vector<const UnitLayout*> layouts;
-  for (const UnitLayout& unit : units) layouts.push_back(&unit);
-  return cut_buckets(layouts, gathers.reductions, plan.bucket_bytes);
-}
-
-PlannedTraffic planned_traffic(const std::vector<UnitLayout>& units, const PlannedGathers& gathers,
-                               const ShardPlan& plan, const PlanReportOptions& options, int rank) {
-  PlannedTraffic traffic;
-  int64_t slots = 0;
-  for (size_t i = 0; i < units.size(); ++i) {
-    const UnitLayout& unit = units[i];
-    slots += static_cast<int64_t>(unit.slots.size());
-    if (!unit.is_replicated) continue;  // other ranks take no part in it
-    const int64_t gathered =
-        sent_by_gather(unit.shard_numel(rank), unit.gather_dtype, unit.gather_encoding, options);
-    add(traffic.gather_forward, gathers.forward[i], gathered);
-    add(traffic.gather_backward, gathers.backward[i], gathered);
-    if (!is_trainable(unit)) continue;
-    const bool stays_whole = unit.level != ShardLevel::kNone && !frees(unit, options.ranks);
-    if (stays_whole && options.ranks > 1) add(traffic.gather_updated, 1, gathered);
-  }
-  for (const GradBucket& bucket : buckets_of(units, gathers, plan)) {
-    const UnitLayout& first = units[bucket.units.front()];
-    if (!is_trainable(first) || !first.is_replicated) continue;
-    std::vector<const UnitLayout*> together;
-    for (const size_t unit : bucket.units) together.push_back(&units[unit]);
-    add_reductions(traffic, together, options, rank);
-  }
-  const int64_t agreement = Reducer::agreement_nbytes(slots);
-  if (options.ranks > 1) add(traffic.agree, 1, all_reduce_bytes(agreement, options.ranks));
-  if (options.replicas > 1)
-    add(traffic.agree_replicas, 1, all_reduce_bytes(agreement, options.replicas));
-  return traffic;
-}
-
-double zero_paper_bytes(const std::vector<UnitLayout>& units, ShardLevel level,
+double zero_paper_bytes(const ShardedState& model, ShardLevel level,
                         const PlanReportOptions& options) {
   double parameters = 0, gradients = 0, state = 0;
-  for (const UnitLayout& unit : units) {
+  for (const auto& own : model.units()) {
+    const UnitLayout& unit = own->layout();
     double numel = 0;
     for (const ParamSlot& slot : unit.slots) numel += static_cast<double>(slot.numel);
     const auto item = static_cast<double>(item_size(unit.dtype));
@@ -235,8 +280,9 @@ double zero_paper_bytes(const std::vector<UnitLayout>& units, ShardLevel level,
   return parameters + gradients + state;
 }
 
-void list_units(PlanReport& report, const std::vector<UnitLayout>& units) {
-  for (const UnitLayout& unit : units) {
+void list_units(PlanReport& report, const ShardedState& state) {
+  for (const auto& own : state.units()) {
+    const UnitLayout& unit = own->layout();
     report.units.push_back(
         {unit.name, unit.numel(), unit.nbytes(), unit.level, is_trainable(unit)});
     for (const ParamSlot& slot : unit.slots) report.parameters += slot.numel;
@@ -271,43 +317,43 @@ int64_t PlannedRank::kept() const {
 }
 
 PlanReport plan_report(const std::vector<ParameterSize>& parameters, const ShardPlan& wanted,
-                       const PlanReportOptions& given) {
-  check_options(given);
-  const ShardPlan plan =
-      foreseeable_plan(wanted, /*sends_nothing=*/given.ranks == 1 || given.shares_memory);
-  const auto units = planned_units(parameters, plan, given.ranks);
-  const PlanReportOptions options = with_order_of_moments(units, plan, given);
-  const PlannedGathers gathers = plan_gathers(units, plan, options);
-  const auto planned = [&](int rank) {
-    PlannedRank result{rank, planned_memory(units, plan, options, rank)};
-    if (options.shares_memory) return result;  // nothing is gathered or sent
-    result.traffic = planned_traffic(units, gathers, plan, options, rank);
-    result.memory.peak_unsharded = gathers.peak_bytes;
-    return result;
+                       const PlanReportOptions& options) {
+  check_options(options);
+  check_moments(parameters, options);
+  const ShardPlan plan = foreseeable_plan(parameters, wanted, options.ranks);
+  std::map<int, PlannedStep> steps;
+  const auto step = [&](int rank) -> const PlannedStep& {
+    return steps.try_emplace(rank, parameters, plan, options, rank).first->second;
   };
   PlanReport report;
-  list_units(report, units);
-  report.rank = planned(options.rank);
-  report.fullest = report.busiest = planned(0);
-  // Shards that are cut evenly are equal except for the padding, which only the last ones have.
-  for (int rank = 1; rank < options.ranks; ++rank) {
-    const PlannedRank other = planned(rank);
-    if (other.kept() > report.fullest.kept()) report.fullest = other;
-    if (other.traffic.bytes_sent() > report.busiest.traffic.bytes_sent()) report.busiest = other;
+  report.rank = step(options.rank).result();
+  const ShardedState& state = step(options.rank).state();
+  list_units(report, state);
+  report.zero_paper_bytes = zero_paper_bytes(state, plan.level, options);
+  // Shards that are cut evenly are equal except for the padding, which only the last ones have, and
+  // which is not sent in blocks.
+  const bool has_blocks = std::ranges::any_of(state.units(), [](const auto& unit) {
+    return unit->layout().reduce_encoding != Encoding::kPlain;
+  });
+  for (const int rank : {0, fullest_rank(state), has_blocks ? options.ranks - 1 : 0}) step(rank);
+  if (plan.partition == Partition::kWholeParam && options.ranks <= kMostCompared)
+    for (int rank = 0; rank < options.ranks; ++rank) step(rank);
+  report.fullest = report.busiest = step(0).result();
+  for (const auto& [rank, other] : steps) {
+    const PlannedRank& result = other.result();
+    if (result.kept() > report.fullest.kept()) report.fullest = result;
+    if (result.traffic.bytes_sent() > report.busiest.traffic.bytes_sent()) report.busiest = result;
   }
-  // Ranks that share memory gather nothing: each unit is in place.
-  const PeakSearch peaks(units, options, gathers.pass,
-                         options.shares_memory ? std::vector<int64_t>() : gathers.bytes,
-                         buckets_of(units, gathers, plan));
-  for (PlannedRank* found : {&report.rank, &report.fullest})
-    peaks.find(*found, reduced_nbytes(units, found->rank));
-  report.zero_paper_bytes = zero_paper_bytes(units, plan.level, options);
   return report;
 }
 
 std::vector<ParameterSize> parameter_sizes(const torch::nn::Module& module) {
+  return parameter_sizes(named_tensors(module.named_parameters()));
+}
+
+std::vector<ParameterSize> parameter_sizes(const std::vector<NamedTensor>& parameters) {
   std::vector<ParameterSize> sizes;
-  for (ParamSlot& slot : collect_parameters(named_tensors(module.named_parameters())))
+  for (ParamSlot& slot : collect_parameters(parameters))
     sizes.push_back({std::move(slot.names), std::move(slot.sizes), slot.dtype, slot.requires_grad});
   return sizes;
 }

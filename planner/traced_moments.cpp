@@ -13,7 +13,7 @@
 #include "base/files/json_text.h"
 #include "base/files/text_file.h"
 #include "engine/access/residency.h"
-#include "engine/model/sharded_state.h"
+#include "planner/moments_of_samples.h"
 
 namespace tessera {
 namespace {
@@ -27,7 +27,8 @@ namespace {
 // the prediction counts it as a gradient of that moment; so its bytes are subtracted.
 //
 // The loss, and the first operators of backward, belong to the last moment of forward, and count at
-// the first moment of backward again.
+// the first moment of backward again; unless backward is told to begin twice, with the loss, and
+// with the first gradient.
 
 constexpr int64_t kMostFileBytes = int64_t{1} << 28;
 constexpr int64_t kMostRows = int64_t{1} << 40, kMostTracedBytes = int64_t{1} << 59;
@@ -85,7 +86,10 @@ class MomentWriter {
     const bool is_known = found != units_.end();
     const bool is_made = is_known && sample.event == MemoryEvent::kGradientMade;
     if (!moments_.empty()) take(sample, is_made ? found->second.gradient_nbytes : 0);
-    if (sample.event == MemoryEvent::kBackwardBegin) enter_backward();
+    if (sample.event == MemoryEvent::kBackwardBegin) {
+      enter_backward();
+      if (std::exchange(is_told_, true)) begin("the last layer");
+    }
     if (is_made) {
       moments_.back().gradients.push_back(found->second.parameter);
       begin(found->second.parameter);
@@ -123,7 +127,7 @@ class MomentWriter {
   const size_t forward_uses_;
   std::string last_used_;
   size_t uses_ = 0;
-  bool is_backward_ = false;
+  bool is_backward_ = false, is_told_ = false;
   std::vector<ActivationMoment> moments_;
 };
 
@@ -150,6 +154,17 @@ bool are_alike(const std::vector<ActivationMoment>& a, const std::vector<Activat
 
 }  // namespace
 
+std::vector<ActivationMoment> moments_of(ShardedState& state,
+                                         const std::vector<MemorySample>& samples) {
+  const auto units = traced_units(state);
+  MomentWriter writer(units, state.residency().order().forward.size());
+  for (const MemorySample& sample : last_step(samples)) {
+    writer.add(sample);
+    if (sample.event == MemoryEvent::kBackwardEnd) break;
+  }
+  return std::move(writer).moments();
+}
+
 TracedStep traced_step(const ShardedModule& module, const MemoryTracer& tracer, int64_t rows) {
   check_rows("traced_step", rows);
   ShardedState& state = *module.state();
@@ -160,13 +175,7 @@ TracedStep traced_step(const ShardedModule& module, const MemoryTracer& tracer, 
   TORCH_CHECK_VALUE(tracer.knows_other(),
                     "[traced_step] activations are not known: the process has a CPU allocator of "
                     "its own, or the device's allocator keeps no statistics");
-  const auto units = traced_units(state);
-  MomentWriter writer(units, state.residency().order().forward.size());
-  for (const MemorySample& sample : last_step(tracer.samples())) {
-    writer.add(sample);
-    if (sample.event == MemoryEvent::kBackwardEnd) break;
-  }
-  TracedStep step{.rows = rows, .moments = std::move(writer).moments()};
+  TracedStep step{.rows = rows, .moments = moments_of(state, tracer.samples())};
   TORCH_CHECK_VALUE(
       !step.moments.empty(),
       "[traced_step] the tracer has recorded no step with a forward and a backward of this model");

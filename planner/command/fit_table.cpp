@@ -4,7 +4,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <functional>
 
 #include "planner/command/plan_table.h"
 
@@ -14,19 +13,6 @@ namespace {
 using nlohmann::ordered_json;
 
 std::string size_text(int64_t bytes) { return bytes_text(static_cast<double>(bytes)); }
-
-std::string line_of(const std::string& name, const std::vector<std::string>& cells) {
-  std::string text = fmt::format("{:<34}", name);
-  for (const std::string& cell : cells) text += fmt::format("{:>12}", cell);
-  return text + "\n";
-}
-
-std::string line_of(const std::string& name, const std::vector<LevelNeed>& needs,
-                    const std::function<std::string(const LevelNeed&)>& cell) {
-  std::vector<std::string> cells;
-  for (const LevelNeed& need : needs) cells.push_back(cell(need));
-  return line_of(name, cells);
-}
 
 std::string name_of(at::ScalarType dtype) {
   if (dtype == at::kFloat) return "float32";
@@ -248,7 +234,7 @@ FitReport fit_report(const PlanJob& job, const std::vector<std::string>& levels,
 
 std::string fit_table(const FitReport& report, const PlanJob& job, const MemoryLimits& limits) {
   std::string text = limits.any() ? answer(report, job, limits) + "\n" : "";
-  text += line_of("", report.needs, [](const LevelNeed& need) { return need.level; });
+  text += line_of("", report.needs, &LevelNeed::level);
   text += peak_lines(report, job) + moment_lines(report, job) + host_lines(report, job, limits);
   if (!limits.any()) return text;
   std::vector<std::string> fits;

@@ -7,7 +7,6 @@
 #include <charconv>
 #include <filesystem>
 #include <sstream>
-#include <stdexcept>
 
 #include "planner/command/quantity.h"
 
@@ -15,20 +14,6 @@ namespace tessera::tools {
 namespace {
 
 constexpr int kMostRanks = 1 << 20;
-
-template <class Value>
-CLI::Option* add_size(CLI::App& plan, const std::string& name, Value& value,
-                      const std::string& description) {
-  const auto take = [&value, name](const CLI::results_t& texts) {
-    try {
-      value = bytes_of(texts.back());
-    } catch (const std::invalid_argument& error) {
-      throw CLI::ValidationError(name, error.what());
-    }
-    return true;
-  };
-  return plan.add_option(name, CLI::callback_t(take), description)->type_name("SIZE")->expected(1);
-}
 
 int rank_count(const std::string& text) {
   int count = 0;
@@ -44,14 +29,16 @@ int rank_count(const std::string& text) {
 }  // namespace
 
 void MemoryArguments::add_to(CLI::App& plan) {
-  add_size(plan, "--memory", limits_.device,
-           "That each rank has, such as 24GB or 80GiB: does the job fit?");
-  add_size(plan, "--host-memory", limits_.host, "That each host has, for its --ranks-per-host");
+  const auto size = [&](const char* name, auto& value, const char* text) {
+    return add_quantity(plan, name, value, bytes_of, "SIZE", text);
+  };
+  size("--memory", limits_.device, "That each rank has, such as 24GB or 80GiB: does the job fit?");
+  size("--host-memory", limits_.host, "That each host has, for its --ranks-per-host");
   plan.add_option("--device", device_,
                   "Ranks compute on a gpu each (default), or on the cpu of their host")
       ->check(CLI::IsMember(std::vector<std::string>{"gpu", "cpu"}))
       ->type_name("");
-  auto* given = add_size(plan, "--activations", activations_, "Of a rank, at their peak");
+  auto* given = size("--activations", activations_, "Of a rank, at their peak");
   auto* traced = plan.add_option("--traced", traced_,
                                  "Activations over time: a file of write_traced_steps(), of steps "
                                  "of the same model with few rows")

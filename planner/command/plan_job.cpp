@@ -1,8 +1,37 @@
 #include "planner/command/plan_job.h"
 
+#include <fmt/format.h>
+
+#include <map>
+
 #include "command/level_names.h"
 
 namespace tessera::tools {
+
+namespace {
+
+std::string text_of(const ActivationOptions& how) {
+  return fmt::format("{} {} {} {} {} {}", how.batch, how.sequence, c10::toString(how.dtype),
+                     how.autocast ? c10::toString(*how.autocast) : "", how.fused_attention,
+                     how.checkpoint);
+}
+
+// Returns the value of a key, which `make` makes at first.
+template <class Value, class Make>
+const Value& remembered(std::map<std::string, Value>& values, const std::string& key, Make make) {
+  const auto [it, is_new] = values.try_emplace(key);
+  if (is_new) it->second = make();
+  return it->second;
+}
+
+}  // namespace
+
+struct PlanJob::Known {
+  std::map<std::string, std::vector<ActivationMoment>> moments;
+  std::map<std::string, LevelNeed> needs;
+};
+
+std::shared_ptr<PlanJob::Known> PlanJob::make_known() { return std::make_shared<Known>(); }
 
 PlanReport PlanJob::report(ShardLevel level, bool shares_memory) const {
   ShardPlan leveled = plan;
@@ -13,12 +42,15 @@ PlanReport PlanJob::report(ShardLevel level, bool shares_memory) const {
     ActivationOptions how = activations;
     how.dtype = plan.precision.param_dtype.value_or(config->dtype);
     how.on_cpu = on_cpu;
-    with.moments = activation_moments(*config, how);
+    with.moments =
+        remembered(known->moments, text_of(how), [&] { return activation_moments(*config, how); });
   }
   return plan_report(sizes, leveled, with);
 }
 
-LevelNeed need_of(const PlanJob& job, const std::string& level) {
+namespace {
+
+LevelNeed computed_need(const PlanJob& job, const std::string& level) {
   LevelNeed need{.level = level};
   need.rank = job.report(kLevels.at(level)).fullest;
   if (job.on_cpu) need.shared = job.report(kLevels.at(level), /*shares_memory=*/true).fullest;
@@ -35,6 +67,16 @@ LevelNeed need_of(const PlanJob& job, const std::string& level) {
     need.host = job.hosted() * need.rank.memory.offloaded;
   }
   return need;
+}
+
+}  // namespace
+
+LevelNeed need_of(const PlanJob& job, const std::string& level) {
+  const std::string key =
+      fmt::format("{} {} {} {} {}", level, job.options.ranks, static_cast<int>(job.plan.offload),
+                  c10::toString(job.plan.precision.param_dtype.value_or(at::ScalarType::Undefined)),
+                  text_of(job.activations));
+  return remembered(job.known->needs, key, [&] { return computed_need(job, level); });
 }
 
 }  // namespace tessera::tools

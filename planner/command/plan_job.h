@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -37,6 +38,11 @@ struct PlanJob {
 
   /// Returns the report of a level; `shares_memory` as in `PlanReportOptions`.
   PlanReport report(ShardLevel level, bool shares_memory = false) const;
+
+  /// What was computed for this job and changed ones, by a text of all that may be changed.
+  struct Known;
+  std::shared_ptr<Known> known = make_known();
+  static std::shared_ptr<Known> make_known();
 };
 
 /// The memory that one level needs.

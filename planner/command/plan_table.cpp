@@ -1,7 +1,5 @@
 #include "planner/command/plan_table.h"
 
-#include <fmt/format.h>
-
 #include <functional>
 #include <utility>
 
@@ -33,59 +31,46 @@ constexpr std::pair<Kind, PlannedTraffic::Entry PlannedTraffic::*> kTraffic[] = 
     {{"use of parameters", "agree"}, &PlannedTraffic::agree},
     {{"use of parameters, to replicas", "agree_replicas"}, &PlannedTraffic::agree_replicas}};
 
-class Table {
- public:
-  explicit Table(const std::vector<LevelReport>& levels) : levels_(levels) {
-    line("", [](const LevelReport& level) { return level.level; });
-  }
+using Levels = std::vector<LevelReport>;
 
-  void title(const std::string& text) { text_ += text + "\n"; }
-  void line(const std::string& name, const std::function<std::string(const LevelReport&)>& cell) {
-    text_ += fmt::format("{:<34}", name);
-    for (const LevelReport& level : levels_) text_ += fmt::format("{:>12}", cell(level));
-    text_ += "\n";
-  }
-  void bytes(const std::string& name, const std::function<int64_t(const PlanReport&)>& cell) {
-    line(name, [&](const LevelReport& level) { return text_of(cell(level.report)); });
-  }
-  std::string text() && { return std::move(text_); }
-
- private:
-  const std::vector<LevelReport>& levels_;
-  std::string text_;
-};
+std::string bytes_line(const std::string& name, const Levels& levels,
+                       const std::function<int64_t(const PlanReport&)>& cell,
+                       PlanReport LevelReport::*of = &LevelReport::report) {
+  return line_of(name, levels, [&](const LevelReport& level) { return text_of(cell(level.*of)); });
+}
 
 int64_t calls_of(const PlannedTraffic& traffic) {
   return traffic.over_ranks().calls() + traffic.over_replicas().calls();
 }
 
-void add_memory(Table& table, const std::string& title, PlanReport LevelReport::*of) {
-  table.title(title);
-  const auto bytes = [&](const std::string& name,
-                         const std::function<int64_t(const PlanReport&)>& cell) {
-    table.line("  " + name, [&](const LevelReport& level) { return text_of(cell(level.*of)); });
+std::string memory_lines(const Levels& levels, PlanReport LevelReport::*of) {
+  std::string text;
+  const auto line = [&](const std::string& name,
+                        const std::function<int64_t(const PlanReport&)>& cell) {
+    text += bytes_line("  " + name, levels, cell, of);
   };
   for (const auto& [kind, member] : kMemory)
-    bytes(kind.line, [m = member](const PlanReport& report) { return report.rank.memory.*m; });
-  bytes("in all", [](const PlanReport& report) { return report.rank.kept(); });
-  bytes("by the rank with most", [](const PlanReport& report) { return report.fullest.kept(); });
-  bytes("gathered besides, at most",
-        [](const PlanReport& report) { return report.rank.memory.peak_unsharded; });
+    line(kind.line, [m = member](const PlanReport& report) { return report.rank.memory.*m; });
+  line("in all", [](const PlanReport& report) { return report.rank.kept(); });
+  line("by the rank with most", [](const PlanReport& report) { return report.fullest.kept(); });
+  line("gathered besides, at most",
+       [](const PlanReport& report) { return report.rank.memory.peak_unsharded; });
+  return text;
 }
 
-void add_traffic(Table& table, int rank) {
-  table.title(fmt::format("sent per step by rank {}, if ranks send messages", rank));
+std::string traffic_lines(const Levels& levels) {
+  std::string text;
   for (const auto& [kind, member] : kTraffic)
-    table.bytes(fmt::format("  {}", kind.line), [m = member](const PlanReport& report) {
-      return (report.rank.traffic.*m).bytes_sent;
-    });
-  table.bytes("  in all",
-              [](const PlanReport& report) { return report.rank.traffic.bytes_sent(); });
-  table.bytes("  by the rank with most",
-              [](const PlanReport& report) { return report.busiest.traffic.bytes_sent(); });
-  table.line("collectives per step", [](const LevelReport& level) {
-    return fmt::format("{}", calls_of(level.report.rank.traffic));
-  });
+    text += bytes_line(
+        fmt::format("  {}", kind.line), levels,
+        [m = member](const PlanReport& report) { return (report.rank.traffic.*m).bytes_sent; });
+  text += bytes_line("  in all", levels,
+                     [](const PlanReport& report) { return report.rank.traffic.bytes_sent(); });
+  text += bytes_line("  by the rank with most", levels,
+                     [](const PlanReport& report) { return report.busiest.traffic.bytes_sent(); });
+  return text + line_of("collectives per step", levels, [](const LevelReport& level) {
+           return fmt::format("{}", calls_of(level.report.rank.traffic));
+         });
 }
 
 ordered_json memory_json(const PlannedRank& rank) {
@@ -158,24 +143,27 @@ std::string plan_heading(const std::vector<ParameterSize>& sizes,
 }
 
 std::string plan_table(const std::vector<LevelReport>& levels, const PlanReportOptions& options) {
-  Table table(levels);
-  table.line("units",
-             [](const LevelReport& level) { return fmt::format("{}", level.report.units.size()); });
-  table.bytes("largest unit",
-              [](const PlanReport& report) { return report.units[report.largest_unit].nbytes; });
-  add_memory(table, fmt::format("kept by rank {}, if ranks send messages", options.rank),
-             &LevelReport::report);
-  add_memory(table,
-             fmt::format("kept by rank {}, if ranks share the memory of their host", options.rank),
-             &LevelReport::shared);
-  add_traffic(table, options.rank);
-  table.line("formula of the ZeRO paper",
-             [](const LevelReport& level) { return bytes_text(level.report.zero_paper_bytes); });
   const PlanReport& first = levels.front().report;
-  return fmt::format("{} parameters; ranks: {}, replicas: {}; largest unit: {}\n\n",
-                     first.parameters, options.ranks, options.replicas,
-                     first.units[first.largest_unit].name) +
-         std::move(table).text() +
+  std::string text =
+      fmt::format("{} parameters; ranks: {}, replicas: {}; largest unit: {}\n\n", first.parameters,
+                  options.ranks, options.replicas, first.units[first.largest_unit].name);
+  text += line_of("", levels, &LevelReport::level);
+  text += line_of("units", levels, [](const LevelReport& level) {
+    return fmt::format("{}", level.report.units.size());
+  });
+  text += bytes_line("largest unit", levels, [](const PlanReport& report) {
+    return report.units[report.largest_unit].nbytes;
+  });
+  text += fmt::format("kept by rank {}, if ranks send messages\n", options.rank) +
+          memory_lines(levels, &LevelReport::report);
+  text += fmt::format("kept by rank {}, if ranks share the memory of their host\n", options.rank) +
+          memory_lines(levels, &LevelReport::shared);
+  text += fmt::format("sent per step by rank {}, if ranks send messages\n", options.rank) +
+          traffic_lines(levels);
+  text += line_of("formula of the ZeRO paper", levels, [](const LevelReport& level) {
+    return bytes_text(level.report.zero_paper_bytes);
+  });
+  return text +
          "\nThe paper has gradients in the dtype of parameters, whole at os. The engine keeps "
          "reduced "
          "ones,\nin the dtype that the optimizer updates, and 1/N of them at os, too.\n";

@@ -1,7 +1,9 @@
 #pragma once
 
+#include <fmt/format.h>
 #include <tessera/planner/plan_report.h>
 
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -14,6 +16,14 @@ struct LevelReport {
   PlanReport report;  ///< if ranks send messages
   PlanReport shared;  ///< if ranks share memory
 };
+
+/// Returns a line of a table: a name, and a cell for each column.
+template <class Columns, class Cell = std::identity>
+std::string line_of(const std::string& name, const Columns& columns, Cell cell = {}) {
+  std::string text = fmt::format("{:<34}", name);
+  for (const auto& column : columns) text += fmt::format("{:>12}", std::invoke(cell, column));
+  return text + "\n";
+}
 
 /// Returns a number of bytes as text: `24.0 GB`, with 1e9 bytes each.
 std::string bytes_text(double bytes);

@@ -2,30 +2,11 @@
 
 #include <c10/util/Exception.h>
 
-#include <stdexcept>
 #include <string>
 
 #include "planner/command/quantity.h"
 
 namespace tessera::tools {
-namespace {
-
-// Adds an option whose text `parse` turns into a number.
-CLI::Option* add_quantity(CLI::App& plan, const std::string& name, double& value,
-                          double (*parse)(const std::string&), const std::string& type,
-                          const std::string& description) {
-  const auto take = [&value, parse, name](const CLI::results_t& texts) {
-    try {
-      value = parse(texts.back());
-    } catch (const std::invalid_argument& error) {
-      throw CLI::ValidationError(name, error.what());
-    }
-    return true;
-  };
-  return plan.add_option(name, CLI::callback_t(take), description)->type_name(type)->expected(1);
-}
-
-}  // namespace
 
 void StepArguments::add_to(CLI::App& plan) {
   const auto count = [&](const char* name, std::optional<int>& value, const char* description) {

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include "planner/command/plan_table.h"
+
 namespace tessera::tools {
 namespace {
 
@@ -51,12 +53,10 @@ std::string link_assumptions(const StepTimeOptions& options) {
 std::string step_table(const StepTimes& times, const StepTimeOptions& options) {
   std::string text = fmt::format("\ntime of a step on {} hosts with {} ranks each\n", options.hosts,
                                  options.ranks_per_host);
-  for (const StepLine& line : kStepLines) {
-    text += fmt::format("{:<34}", line.text);
-    for (const auto& [level, time] : times)
-      text += fmt::format("{:>12.4f}", time.*line.value * line.scale);
-    text += "\n";
-  }
+  for (const StepLine& line : kStepLines)
+    text += line_of(line.text, times, [&](const auto& time) {
+      return fmt::format("{:.4f}", time.second.*line.value * line.scale);
+    });
   text += fmt::format(
       "\nassumed for the time:\n"
       "- Forward and backward take {:g} s on a rank alone, {:.0f} % of them backward, and each "

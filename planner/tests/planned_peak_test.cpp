@@ -60,14 +60,17 @@ TEST(PlannedPeak, GathersWhatTheMomentsRead) {
   EXPECT_NEAR(rank.peak.parameters, kBytes / 2, 200);
 }
 
-// Those behind a unit in the order of reductions wait for it, whole.
+// Units of a bucket wait for each other, whole.
 TEST(PlannedPeak, KeepsWholeGradientsThatWaitForOthers) {
-  // Backward completes the units in another order than forward lets expect.
   const std::vector<ActivationMoment> moments = {{"forward", false, {"c", "b", "a"}},
                                                  {"c", true, {"c"}, {"c"}},
                                                  {"b", true, {"b"}, {"b"}, 100'000},
                                                  {"a", true, {"a"}, {"a"}}};
-  const auto rank = planned(ShardLevel::kGradients, moments, 4);
+  const auto rank =
+      plan_report(kLayers,
+                  {.level = ShardLevel::kGradients, .unit_bytes = 0, .bucket_bytes = 1 << 20},
+                  {.ranks = 4, .state_tensors = 1, .moments = moments})
+          .rank;
   EXPECT_EQ(rank.peak_at, "b");
   EXPECT_NEAR(rank.peak.gradients_in_flight, 48'000, 200);
   EXPECT_EQ(rank.peak.gradients, 0);

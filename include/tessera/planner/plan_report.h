@@ -98,8 +98,8 @@ struct PlanReportOptions {
   /// Bytes of activations at their peak, if they are known as one number: measured by
   /// `MemoryTracer::peak_other_bytes()`, say. They are then added to the peaks of everything else.
   int64_t activations = 0;
-  /// Or the moments of a step in the order of time. Where they name parameters, they tell the order
-  /// in which units are used, unless `forward_order` and `backward_order` do.
+  /// Or the moments of a step in the order of time. They tell the order in which units are used,
+  /// and exclude `forward_order` and `backward_order`.
   std::vector<ActivationMoment> moments;
 };
 
@@ -160,7 +160,8 @@ struct PlanReport {
   int64_t parameters = 0;   ///< elements, without padding
   PlannedRank rank;         ///< the rank `PlanReportOptions::rank`
   PlannedRank fullest;      ///< the rank that keeps the most, the lowest of equals
-  PlannedRank busiest;      ///< the rank that sends the most, the lowest of equals
+  PlannedRank busiest;      ///< the rank that sends the most, the lowest of equals; of more than 64
+                            ///< with `Partition::kWholeParam`, the one of most parameters
 
   /// Bytes by the formulas of the ZeRO paper (Rajbhandari et al., 2020), with P bytes of
   /// parameters, G of gradients in their dtype, and K of optimizer state and master weights:
@@ -172,13 +173,13 @@ struct PlanReport {
   double zero_paper_bytes = 0;
 };
 
-/// Computes the memory and the traffic of `plan` from sizes alone: allocates nothing, and contacts
-/// no other rank.
+/// Computes the memory and the traffic of `plan` from sizes alone: makes no values, and contacts no
+/// other rank.
 ///
-/// Units are laid out by the functions that `fully_shard()` uses. So the figures are, to the byte,
-/// those that a job measures in steady state: a step after the first one, with one forward, one
-/// backward in which each trainable parameter gets a gradient on some rank, and one optimizer step
-/// of all trainable parameters; no clipping (16 bytes more are reduced), no activation checkpoints.
+/// Runs the engine for some steps with parameters that have no memory. So the figures are, to the
+/// byte, those that a job measures in steady state: a step after the first ones, with one forward,
+/// one backward in which each trainable parameter gets a gradient, and one optimizer step of all
+/// trainable parameters; no clipping (16 bytes more are reduced), no activation checkpoints.
 /// Buffers and ignored parameters are not counted. Ranks are taken to send messages, unless
 /// `options.shares_memory`. `PlannedRank::peak` is an estimate.
 ///

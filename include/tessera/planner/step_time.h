@@ -59,11 +59,9 @@ struct StepTime {
 
 /// Predicts the time of a training step over links between hosts, from sizes alone.
 ///
-/// Simulates the time line of a rank, as all ranks are taken to be equal. It computes the units in
-/// the order of use, each in proportion to its elements. As the engine does, it gathers units
-/// `ShardPlan::prefetch` ahead of use, reduces buckets of gradients as they are complete, pauses
-/// when too many are in flight, waits for all reductions in the optimizer's step, and gathers
-/// updated parameters while the next forward begins.
+/// Runs the engine as one rank, with parameters that have no memory, by a clock that collectives
+/// and computation advance; all ranks are taken to be equal. The rank computes the units in the
+/// order of use, each in proportion to its elements.
 ///
 /// - With one rank on each host, ranks send messages.
 /// - With several, ranks share memory inside their host. A unit crosses a host's link once for a

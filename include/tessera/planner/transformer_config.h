@@ -67,11 +67,11 @@ struct ActivationOptions {
 /// Returns the moments of a forward and a backward in which memory is greatest, for
 /// `PlanReportOptions::moments`.
 ///
-/// Counted are the tensors that LibTorch's autograd keeps and its operators make if the model is
-/// written with its fused functions (`linear`, `rms_norm` or `layer_norm`, `silu`, `gelu`,
-/// `scaled_dot_product_attention`), and the loss is the cross entropy of logits in float32, while
-/// the program still holds the logits. docs/design/step_memory.md has the formulas. Not counted:
-/// the context of a device, workspaces of its libraries, and gaps between allocated blocks.
+/// Runs the model with tensors that have no memory, and counts those that LibTorch's autograd keeps
+/// and its operators make if the model is written with its fused functions (`linear`, `rms_norm` or
+/// `layer_norm`, `silu`, `gelu`, `scaled_dot_product_attention`), and the loss is the cross entropy
+/// of logits in float32, while the program still holds the logits. Not counted: the context of a
+/// device, workspaces of its libraries, and gaps between allocated blocks.
 ///
 /// Throws `c10::ValueError` for a batch or sequence below 1, a sequence longer than a gpt2 has
 /// positions, and numbers that overflow.
