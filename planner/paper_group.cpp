@@ -63,11 +63,12 @@ class PaperGroup : public ProcessGroupDecorator, public HasClock {
   const std::shared_ptr<CountingProcessGroup> counter_;
 };
 
-// Over messages.
-struct SendingGroup : PaperGroup, GathersSums {
+// Ranks that send messages.
+struct SendingGroup : PaperGroup {
   using PaperGroup::PaperGroup;
+  bool gathers_sums() const override { return true; }
 };
-// Of the ranks of a host.
+// Ranks of one host.
 struct SharingGroup : PaperGroup, SharesMemory {
   using PaperGroup::PaperGroup;
   std::optional<SharedBuffer> share(int64_t nbytes, const CollectiveTag& /*tag*/) override {
@@ -75,9 +76,10 @@ struct SharingGroup : PaperGroup, SharesMemory {
   }
   void release(const SharedBuffer& /*buffer*/) override {}
 };
-// Of several hosts.
-struct HostsGroup : SharingGroup, GathersSums {
+// Ranks of several hosts that share memory on each.
+struct HostsGroup : SharingGroup {
   using SharingGroup::SharingGroup;
+  bool gathers_sums() const override { return true; }
 };
 
 }  // namespace

@@ -44,7 +44,7 @@ auto naming(const fs::path& path, F&& f) {
   }
 }
 
-// Of all parameters together: more than any model has, and few enough to compute with.
+// Most elements of all parameters together: more than any model has, few enough to compute with.
 constexpr int64_t kMostElements = 9'000'000'000'000'000;
 constexpr int64_t kMostListBytes = int64_t{64} << 20;
 

@@ -115,7 +115,7 @@ class TimeLine final : public PaperObserver {
     return static_cast<double>(nbytes) / options_.host_bandwidth;
   }
 
-  // Of parameters, nothing is copied inside the host: its ranks share the buffer.
+  // No parameters are copied inside the host: its ranks share the buffer.
   LinkTransfer transfer_of(const AllGather& call, Channel channel) const {
     const int64_t nbytes = encoded_nbytes(call.encoding, call.flat.numel(), call.dtype());
     if (channel == Channel::kParams) return {.channel = kGathers, .nbytes = over_link(nbytes)};

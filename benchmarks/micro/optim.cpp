@@ -1,5 +1,5 @@
-// Bytes per second of optimizer steps, beside a triad. Of the bytes, those that the computation
-// must read and write count, each once.
+// Bytes per second of optimizer steps, beside a triad. The bytes are those that the computation
+// must read and write, each counted once.
 
 #include <tessera/base/page_heap.h>
 #include <tessera/engine/cpu_adam.h>

@@ -100,7 +100,7 @@ void MemoryArguments::apply(PlanJob& job, const std::string& path) const {
                     "--sequence needs a model with a config.json, from which activations are "
                     "estimated; give --activations in its place");
   job.config = read_transformer_config(path);
-  // Of the same model in files of tensors, the description says more: which tensors are used when.
+  // The description of a model says more than its files of tensors: which tensors are used when.
   job.sizes = parameter_sizes(*job.config);
   job.activations = {.batch = batch_.value_or(1),
                      .sequence = *sequence_,

@@ -130,7 +130,7 @@ bool most_fits(const Variant& variant, size_t first, size_t count, const MemoryL
   return false;
 }
 
-// Tries `count` of the changes from `first` on. Of those of one kind, the smallest one that fits
+// Tries `count` of the changes from `first` on. Among those of one kind, the smallest that fits
 // counts, or else the largest: more of it never needs more memory. Returns true if one fits.
 bool try_changes(const Variant& from, size_t first, size_t count, const MemoryLimits& limits,
                  std::vector<Remedy>& remedies) {

@@ -79,8 +79,8 @@ class ExportedModel;
 /// Python package does.
 class TESSERA_API CheckpointTensors {
  public:
-  /// `with_state`: also those of the optimizer's state. Of `options`, `rename`, `dtype` and
-  /// `progress` apply.
+  /// `with_state`: also those of the optimizer's state. Only `rename`, `dtype` and `progress` of
+  /// `options` apply.
   CheckpointTensors(const std::filesystem::path& path, bool with_state,
                     const ExportOptions& options = {});
   ~CheckpointTensors();
