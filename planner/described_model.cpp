@@ -1,7 +1,6 @@
 #include "planner/described_model.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/_scaled_dot_product_attention_math.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/cat.h>
@@ -11,6 +10,7 @@
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/matmul.h>
 #include <ATen/ops/rms_norm.h>
 #include <ATen/ops/silu.h>
 #include <fmt/format.h>
@@ -190,13 +190,16 @@ class DescribedForward {
     return linear(mixed.reshape({x.size(0), x.size(1), -1}), block.output);
   }
 
-  // Nothing is kept of a mask.
+  // Without a mask, of which nothing is kept.
   at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const {
     if (options_.fused_attention)
       return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0, true));
-    return std::get<0>(at::_scaled_dot_product_attention_math(
-        q, k, v, {}, 0, /*is_causal=*/false, {}, std::nullopt,
-        /*enable_gqa=*/config_.heads != config_.kv_heads));
+    const auto for_all_heads = [&](const at::Tensor& x) {
+      const int64_t times = config_.heads / config_.kv_heads;
+      return times == 1 ? x : x.repeat_interleave(times, 1);
+    };
+    const at::Tensor scores = at::matmul(q * 0.5, (for_all_heads(k) * 0.5).transpose(2, 3));
+    return at::matmul(scores.softmax(3), for_all_heads(v));
   }
 
   at::Tensor feed_forward(const Block& block, const at::Tensor& x) const {
