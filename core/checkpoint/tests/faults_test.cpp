@@ -1,7 +1,11 @@
 // Damaged checkpoints, and places that can't be written to: every rank reports the error.
 #include <fmt/ranges.h>
+#include <sched.h>
+#include <sys/mount.h>
 
 #include <mutex>
+#include <optional>
+#include <thread>
 
 #include "checkpoint/checksum.h"
 #include "checkpoint/directory.h"
@@ -350,6 +354,25 @@ TEST(CheckpointPlaces, WhatCantBeWrittenIsAnErrorOnEveryRank) {
   });
   EXPECT_EQ(read_text(scratch / "file"), "text");
   EXPECT_EQ(names_in(scratch.path()), (Lines{"file", "one"}));
+}
+
+// Such a directory can't be renamed, though it is on the file system of its parent.
+TEST(CheckpointPlaces, ADirectoryThatIsMountedFromItsOwnFileSystemIsWrittenInside) {
+  const ScratchDirectory scratch;
+  const fs::path mounted = scratch / "mounted";
+  fs::create_directory(mounted);
+  EXPECT_EQ(CheckpointDirectory(mounted).draft(), scratch / "mounted.tmp");
+  std::optional<fs::path> draft;
+  // The thread has mounts of its own, which end with it.
+  std::thread([&] {
+    const bool may_mount =
+        ::unshare(CLONE_NEWNS) == 0 &&
+        ::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
+        ::mount(mounted.c_str(), mounted.c_str(), nullptr, MS_BIND, nullptr) == 0;
+    if (may_mount) draft = CheckpointDirectory(mounted).draft();
+  }).join();
+  if (!draft) GTEST_SKIP() << "this process may not mount anything";
+  EXPECT_EQ(*draft, mounted / "checkpoint.tmp");
 }
 
 }  // namespace tessera::testing::faults_test

@@ -48,4 +48,16 @@ TEST(MatrixOperators, OnThreeRanks) { expect_as_plain(cases(), {3}); }
 TEST(MatrixOperators, OnASquare) { expect_as_plain(cases(), {2, 2}); }
 TEST(MatrixOperatorsNightly, OnASquare) { expect_as_plain(cases(), {2, 2}, Combinations::kAll); }
 
+// The rows of each rank's parts must be multiples of 16 bytes.
+OperatorCase groups() {
+  return {"_grouped_mm", {{4, 8, 16}, {4, 16, 24}}, [](const Tensors& x) {
+            return at::_grouped_mm(x[0], x[1]);
+          }};
+}
+
+TEST(GroupedProducts, OnTwoRanks) { expect_as_plain({groups()}, {2}); }
+TEST(GroupedProducts, OfBatchesThatAreCutAlikeSendNothing) {
+  expect_quiet({{groups(), {Shard{0}, Shard{0}}}});
+}
+
 }  // namespace tessera::testing::matrix_operators_test
