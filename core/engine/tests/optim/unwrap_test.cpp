@@ -252,6 +252,17 @@ TEST(Unwrap, AnOptimizerThatWasLeftBehindSaysSo) {
   });
 }
 
+TEST(Unwrap, OfAnOptimizerAloneIsRefusedWhereItsParametersAreCut) {
+  run_world(2, [](World&) {
+    const auto net = seeded(7, [] { return std::make_shared<Mlp>(); });
+    torch::optim::SGD inner(net->parameters(), 0.1);
+    auto sharded = fully_shard(net);
+    ShardedOptimizer optimizer(sharded, inner);
+    expect_error([&] { give_back_optimizer(optimizer); },
+                 {"only whole parameters can be given back", "is cut"});
+  });
+}
+
 struct TiedImpl : torch::nn::Module {
   TiedImpl()
       : first(register_parameter("first", torch::arange(12).to(at::kFloat).view({3, 4}))),
