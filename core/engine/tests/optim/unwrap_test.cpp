@@ -5,6 +5,7 @@
 #include <torch/script.h>
 
 #include "engine/optim/param_state.h"
+#include "engine/optim/sharded_optimizer_access.h"
 #include "engine/tests/optim/saved_optimizers.h"
 #include "engine/unit/unit_storage.h"
 #include "support/counted.h"
@@ -258,7 +259,7 @@ TEST(Unwrap, OfAnOptimizerAloneIsRefusedWhereItsParametersAreCut) {
     torch::optim::SGD inner(net->parameters(), 0.1);
     auto sharded = fully_shard(net);
     ShardedOptimizer optimizer(sharded, inner);
-    expect_error([&] { give_back_optimizer(optimizer); },
+    expect_error([&] { OptimizerAccess(optimizer).give_back(); },
                  {"only whole parameters can be given back", "is cut"});
   });
 }
