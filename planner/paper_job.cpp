@@ -234,7 +234,8 @@ void PaperJob::step(const std::vector<PaperMoment>& moments) {
   run_backward(moments);
   phase_ = Phase::kUpdate;
   observer_.on_step();
-  optimizer_->step();
+  // A step without any gradient is an error.
+  if (std::ranges::any_of(is_trained_, std::identity())) optimizer_->step();
 }
 
 }  // namespace tessera

@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 
-from check_budgets import blank
+from cpp_text import blank
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGES = ["engine", "tensor", "checkpoint"]

@@ -28,12 +28,17 @@ py::dict report(const std::vector<Size>& sizes, const py::dict& plan, int ranks,
   std::vector<ParameterSize> parameters;
   for (const auto& [names, shape, dtype, trainable] : sizes)
     parameters.push_back({names, shape, dtype, trainable});
-  const PlanReport report = plan_report(parameters, plan_of(plan),
-                                        {.ranks = ranks,
-                                         .replicas = replicas,
-                                         .rank = rank,
-                                         .state_tensors = state_tensors,
-                                         .shares_memory = shares_memory});
+  const ShardPlan wanted = plan_of(plan);
+  PlanReport report;
+  {
+    const Waiting waiting;  // backward runs, which must not hold Python's lock
+    report = plan_report(parameters, wanted,
+                         {.ranks = ranks,
+                          .replicas = replicas,
+                          .rank = rank,
+                          .state_tensors = state_tensors,
+                          .shares_memory = shares_memory});
+  }
   py::list units;
   for (const PlannedUnit& unit : report.units)
     units.append(py::make_tuple(unit.name, unit.numel, unit.nbytes, unit.trainable));

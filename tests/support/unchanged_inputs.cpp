@@ -10,6 +10,7 @@
 #include <variant>
 #include <vector>
 
+#include "comm/group/capability.h"
 #include "comm/group/collective.h"
 
 namespace tessera::testing {
@@ -52,7 +53,8 @@ class UnchangedInputs : public ProcessGroupDecorator {
     at::NoGradGuard no_grad;
     std::vector<Input> inputs;
     const auto keep = [&](const at::Tensor& tensor, bool is_written) {
-      if (is_written || !tensor.defined() || tensor.numel() == 0 || !tensor.is_contiguous()) return;
+      const bool is_host = tensor.defined() && tensor.is_cpu() && tensor.is_contiguous();
+      if (is_written || !is_host || tensor.numel() == 0) return;
       inputs.push_back({tensor, tensor.detach().clone()});
     };
     std::visit([&](const auto& call) { for_each_tensor(call, keep); }, collective.call);
@@ -66,6 +68,8 @@ class UnchangedInputs : public ProcessGroupDecorator {
 }  // namespace
 
 ProcessGroupPtr with_unchanged_inputs(const ProcessGroupPtr& process_group) {
+  // Ranks that read each other's memory wait for each other in another way.
+  if (capability<SharesMemory>(*process_group)) return process_group;
   return std::make_shared<UnchangedInputs>(process_group);
 }
 

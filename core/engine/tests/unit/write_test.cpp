@@ -3,6 +3,7 @@
 
 #include "support/models.h"
 #include "support/run_world.h"
+#include "support/test_device.h"
 #include "support/unchanged_inputs.h"
 
 namespace tessera::testing {
@@ -22,7 +23,7 @@ TEST(Writes, WaitUntilPeersHaveTheOldValues) {
               {.level = level, .process_group = with_unchanged_inputs(world.process_group())});
           ShardedOptimizer optimizer(sharded, inner);
           for (int step = 0; step < 3; ++step) {
-            model->forward(torch::ones({2, 5})).sum().backward();
+            model->forward(torch::ones({2, 5}, test_device())).sum().backward();
             optimizer.step();
             optimizer.zero_grad();
             torch::NoGradGuard no_grad;
