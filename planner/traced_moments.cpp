@@ -27,8 +27,8 @@ namespace {
 // the prediction counts it as a gradient of that moment; so its bytes are subtracted.
 //
 // The loss, and the first operators of backward, belong to the last moment of forward, and count at
-// the first moment of backward again; unless backward is told to begin twice, with the loss, and
-// with the first gradient.
+// the first moment of backward again, unless backward begins twice in the events: with the loss,
+// and with the first gradient.
 
 constexpr int64_t kMostFileBytes = int64_t{1} << 28;
 constexpr int64_t kMostRows = int64_t{1} << 40, kMostTracedBytes = int64_t{1} << 59;

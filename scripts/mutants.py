@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 
-from cpp_text import blank
+from cpp_text import code as code_without_comments
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGES = ["engine", "tensor", "checkpoint"]
@@ -39,7 +39,6 @@ PACKAGES = ["engine", "tensor", "checkpoint"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
                "MALLOC_TRIM_THRESHOLD_": str(1 << 32), "CCACHE_DISABLE": "1"}
 
-DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", re.MULTILINE)
 TEXT = re.compile(r"\b(?:(?P<check>TORCH_CHECK\w*)|TORCH_INTERNAL_ASSERT\w*|TORCH_WARN\w*|fmt::format|static_assert)\("
                   r"|\bstd::string [\w:]*(?:descri|error|text|message|listed)\w*\([^;{}]*\)(?: const)? \{")
 CLOSED_BY = {"(": ")", "[": "]", "{": "}"}
@@ -71,7 +70,7 @@ def closing(code, opening):
 
 def code_of(text):
     """Returns the text with blanks in place of comments, literals, directives, messages and internal assertions."""
-    code = whole = DIRECTIVE.sub(lambda found: SPACES(found[0]), blank(text))
+    code = whole = code_without_comments(text)
     for found in TEXT.finditer(whole):
         end, separators = closing(whole, found.end() - 1)
         start = (separators + [end])[0] if found["check"] else found.end()

@@ -129,10 +129,7 @@ class SavedJob {
   // All ranks begin together, once the disk is idle.
   double slowest(const std::function<void()>& run) {
     if (ranks_->rank() == 0) ::sync();
-    ranks_->barrier({"ckpt"});
-    const auto longest = torch::full(1, seconds_of(run), torch::kDouble);
-    ranks_->all_reduce(longest, ReduceOp::kMax, {"ckpt"})->wait();
-    return longest.item<double>();
+    return slowest_seconds_of(*ranks_, run);
   }
 
   Numbers with_ratios(Numbers seconds) const {

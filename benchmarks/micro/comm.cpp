@@ -80,13 +80,10 @@ class Buffers {
   // Returns the seconds of one of some calls, of the slowest rank.
   double slowest(const std::function<void()>& run) {
     const auto calls = std::clamp<int64_t>(16 * kMiB / static_cast<int64_t>(flat_.nbytes()), 1, 16);
-    ours_->barrier(kTag);
-    const double all = seconds_of([&] {
+    const double all = slowest_seconds_of(*ours_, [&] {
       for (int64_t i = 0; i < calls; ++i) run();
     });
-    const auto seconds = torch::full(1, all / static_cast<double>(calls), torch::kDouble);
-    ours_->all_reduce(seconds, ReduceOp::kMax, kTag)->wait();
-    return seconds.item<double>();
+    return all / static_cast<double>(calls);
   }
 
   // A benchmark of wrong results would be worthless. The results are overwritten afterwards, so

@@ -6,6 +6,7 @@
 // The repetitions are rounds in which all that is compared takes turns. All ranks run the same
 // benchmarks, and rank 0 prints.
 
+#include <ATen/ops/full.h>
 #include <benchmark/benchmark.h>
 #include <tessera/comm/build_info.h>
 
@@ -83,6 +84,13 @@ double seconds_of(const std::function<void()>& run) {
   const auto start = std::chrono::steady_clock::now();
   run();
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+double slowest_seconds_of(ProcessGroup& ranks, const std::function<void()>& run) {
+  ranks.barrier({"begin"});
+  const auto longest = at::full({1}, seconds_of(run), at::kDouble);
+  ranks.all_reduce(longest, ReduceOp::kMax, {"seconds"})->wait();
+  return longest.item<double>();
 }
 
 void add_rounds(const std::string& name, std::function<Round()> make) {

@@ -30,6 +30,8 @@ const World& world();
 
 /// Returns the seconds that `run` takes.
 double seconds_of(const std::function<void()>& run);
+/// Returns those of the slowest rank. All ranks begin together. Collective.
+double slowest_seconds_of(ProcessGroup& ranks, const std::function<void()>& run);
 
 // Each adds the benchmarks of its source.
 void add_ckpt(const Options& options);

@@ -7,7 +7,7 @@
 #include <set>
 #include <vector>
 
-#include "engine/model/full_state.h"
+#include "engine/model/unwrap_module.h"
 #include "tensor/dist_meta.h"
 
 namespace tessera {

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/model/full_state.h"
+#include "engine/model/unwrap_module.h"
 #include "engine/optim/optimizer_parameters.h"
 #include "engine/optim/sharded_optimizer_access.h"
 

@@ -9,8 +9,5 @@ namespace tessera {
 /// See the functions of these names of `ShardedModule`.
 std::vector<NamedTensor> full_state(ShardedState& state);
 void load_full_state(ShardedState& state, const std::vector<NamedTensor>& given, bool strict);
-/// Collective. The first only checks, and not for optimizers.
-void check_unwrap(ShardedState& state);
-void unwrap(ShardedState& state);
 
 }  // namespace tessera

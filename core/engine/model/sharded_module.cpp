@@ -8,6 +8,7 @@
 #include "engine/model/full_state.h"
 #include "engine/model/join_scope.h"
 #include "engine/model/model_gradients.h"
+#include "engine/model/unwrap_module.h"
 
 namespace tessera {
 namespace {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <exception>
 
-#include "engine/model/full_state.h"
+#include "engine/model/unwrap_module.h"
 
 namespace tessera {
 

@@ -226,8 +226,9 @@ void Unit::begin_write() {
     views_.show(write_.values);
     return;
   }
-  // The operator writes to the buffer, from which peers may be reading this rank's shard.
-  if (!frees()) wait_until_unread();
+  // Peers may be reading this rank's shard: from the buffer, or as a tensor that `write_back()`
+  // changes.
+  wait_until_unread();
   if (layout_.has_master()) write_.before = updated_of(full()).clone();
 }
 
@@ -247,7 +248,6 @@ void Unit::write_back() {
     updated_of(full()).copy_(rounded(updated_of(write_.values)));
     write_.values.reset();
   } else {
-    if (frees()) wait_until_unread();
     if (frees() && shard_.defined()) shard_.copy_(shard_of(full()));
     keep_written(std::exchange(write_.before, at::Tensor()), updated_of(full()));
   }
