@@ -1,9 +1,9 @@
+#include "engine/model/unwrap_module.h"
+
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <exception>
-
-#include "engine/model/unwrap_module.h"
 
 namespace tessera {
 
