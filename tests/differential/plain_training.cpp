@@ -215,11 +215,15 @@ void PlainTraining::reduce() {
     for (Tensor& grad : own) grad.reset();
 }
 
+// The largest magnitude; infinite if a value is infinite or NaN, as of a block with one of these
+// nothing is left.
+double PlainTraining::largest(const Tensor& values) {
+  if (!values.defined() || values.numel() == 0) return 0;
+  return values.detach().abs().nan_to_num(INFINITY, INFINITY).max().item<double>();
+}
+
 // What the ranks have is taken over.
 void PlainTraining::take_narrow_sums(const std::vector<size_t>& params) {
-  const auto largest = [](const Tensor& grad) {
-    return grad.defined() && grad.numel() > 0 ? grad.abs().max().item<double>() : 0.0;
-  };
   const ShardPlan& plan = program_.plan;
   double off = 0, most_sum = 0;
   at::ScalarType sent = at::kFloat, kept = at::kFloat;  // the coarsest
@@ -314,12 +318,11 @@ void PlainTraining::publish(size_t param) {
 }
 
 // Messages of 8 bits, which have scales that depend on the shards: what the ranks have is taken
-// over. Of a block with an infinity, nothing is left.
+// over.
 void PlainTraining::see_used() {
   double most = 0;
   for (size_t i = 0; i < main_.size(); ++i)
-    if (is_trained_[i] && main_[i].numel() > 0)
-      most = std::max(most, main_[i].detach().abs().nan_to_num(INFINITY).max().item<double>());
+    if (is_trained_[i]) most = std::max(most, largest(main_[i]));
   std::map<std::string, Tensor> bounds;
   for (size_t i = 0; i < main_.size(); ++i) {
     if (!is_trained_[i]) continue;

@@ -91,6 +91,7 @@ class PlainTraining : public Training {
   void wait_to_send(int rank, size_t param);
   torch::Tensor sum(size_t param, int first, int count, bool is_live) const;
   void sum_ranks(size_t param);
+  static double largest(const at::Tensor& values);
   void take_narrow_sums(const std::vector<size_t>& params);
   bool can_sum(size_t param) const;
   void check_accepted() const;
