@@ -24,7 +24,7 @@ class PythonDistOptimizer {
   template <class Make>
   PythonDistOptimizer(std::unique_ptr<PythonOptimizer> inner, const Make& make)
       : inner_(std::move(inner)), own_(make(*inner_)) {
-    inner_->give_params();
+    inner_->note_parts();
   }
 
   template <class Use>

@@ -98,7 +98,15 @@ void bind_model(py::module_& module) {
           },
           Waits())
       .def("has_grad", &ShardedModule::has_grad, Waits())
-      .def("zero_grad", &ShardedModule::zero_grad, py::arg("set_to_none") = true, Waits())
+      .def("has_reduced_grad", &ShardedModule::has_reduced_grad, Waits())
+      .def("full_value", &ShardedModule::full_value, Waits())
+      .def("grad_dtype", &ShardedModule::grad_dtype)
+      .def("set_full_grad", &ShardedModule::set_full_grad, Waits())
+      .def("any_rank", &ShardedModule::any_rank, Waits())
+      .def("zero_grad", py::overload_cast<bool>(&ShardedModule::zero_grad),
+           py::arg("set_to_none") = true, Waits())
+      .def("zero_grad", py::overload_cast<const at::Tensor&, bool>(&ShardedModule::zero_grad),
+           py::arg("parameter"), py::arg("set_to_none") = true, Waits())
       .def("clip_grad_norm_", &clip_model, Waits())
       .def(
           "full_state",
@@ -120,6 +128,8 @@ void bind_model(py::module_& module) {
 
   module.def("fully_shard", &shard);
   module.def("is_sharded", &is_sharded, "True for a parameter of a sharded model.");
+  module.def("keeps_grad_elsewhere", &keeps_grad_elsewhere,
+             "True if PyTorch's own .grad of a parameter can't be read now.");
 
   py::class_<MemoryTracer>(module, "MemoryTracer")
       .def(py::init([](const ShardedModule& model, bool pss, int64_t steps) {

@@ -46,6 +46,8 @@ void bind_optimizer(py::module_& module) {
             return self.use([&](auto& it) { return it.keep_on_device(nbytes); });
           },
           Waits())
+      .def("part_of",
+           [](Optimizer& self, const at::Tensor& param) { return self.inner().part_of(param); })
       .def(
           "full_state_dict",
           [](Optimizer& self, int recipient) {

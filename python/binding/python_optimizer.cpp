@@ -2,6 +2,8 @@
 
 #include <ATen/ops/full.h>
 
+#include <utility>
+
 #include "state_dict.h"
 
 namespace tessera::python {
@@ -15,13 +17,6 @@ std::vector<std::vector<at::Tensor>> groups_of(const py::object& optimizer) {
   std::vector<std::vector<at::Tensor>> groups;
   for (const py::handle group : optimizer.attr("param_groups")) groups.push_back(params_of(group));
   return groups;
-}
-
-bool are_same(const std::vector<at::Tensor>& one, const std::vector<at::Tensor>& other) {
-  if (one.size() != other.size()) return false;
-  for (size_t i = 0; i < one.size(); ++i)
-    if (!one[i].is_same(other[i])) return false;
-  return true;
 }
 
 }  // namespace
@@ -102,30 +97,63 @@ void PythonOptimizer::write_options(size_t param_group, const Values& values) {
   }
 }
 
-void PythonOptimizer::take_new_groups() {
+void PythonOptimizer::take_groups() {
   const py::gil_scoped_acquire acquire;
   const auto groups = groups_of(optimizer_);
   for (size_t i = 0; i < groups.size(); ++i) {
+    std::vector<at::Tensor> held;
+    for (const at::Tensor& param : groups[i]) held.push_back(part_of(param));
     if (i < param_groups().size()) {
-      param_groups()[i].params() = groups[i];
+      param_groups()[i].params() = held;
     } else {
-      add_param_group(torch::optim::OptimizerParamGroup(groups[i], defaults().clone()));
+      add_param_group(torch::optim::OptimizerParamGroup(held, defaults().clone()));
     }
   }
 }
 
-void PythonOptimizer::give_params() {
+void PythonOptimizer::note_parts() {
   const py::gil_scoped_acquire acquire;
-  size_t i = 0;
-  for (const py::handle group : optimizer_.attr("param_groups")) {
-    const std::vector<at::Tensor>& own = param_groups().at(i++).params();
-    if (!are_same(params_of(group), own)) group["params"] = py::cast(own);
+  const auto groups = groups_of(optimizer_);
+  parts_.clear();
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const std::vector<at::Tensor>& held = param_groups().at(i).params();
+    for (size_t j = 0; j < groups[i].size(); ++j)
+      if (!held.at(j).is_same(groups[i][j])) parts_[groups[i][j].unsafeGetTensorImpl()] = held[j];
   }
 }
 
+at::Tensor PythonOptimizer::part_of(const at::Tensor& param) const {
+  const auto part = parts_.find(param.unsafeGetTensorImpl());
+  return part == parts_.end() ? param : part->second;
+}
+
+namespace {
+
+// While it lives, the groups have the parameters of `held`.
+class LentGroups {
+ public:
+  LentGroups(const py::object& optimizer,
+             const std::vector<torch::optim::OptimizerParamGroup>& held) {
+    for (const py::handle group : optimizer.attr("param_groups")) {
+      own_.emplace_back(py::reinterpret_borrow<py::object>(group), group["params"]);
+      group["params"] = py::cast(held.at(own_.size() - 1).params());
+    }
+  }
+  ~LentGroups() {
+    for (const auto& [group, params] : own_) group["params"] = params;
+  }
+  LentGroups(const LentGroups&) = delete;
+  LentGroups& operator=(const LentGroups&) = delete;
+
+ private:
+  std::vector<std::pair<py::object, py::object>> own_;
+};
+
+}  // namespace
+
 at::Tensor PythonOptimizer::step(LossClosure /*closure*/) {
   const py::gil_scoped_acquire acquire;
-  give_params();
+  const LentGroups lent(optimizer_, param_groups());
   optimizer_.attr("step")(**step_arguments_);
   return {};
 }

@@ -4,6 +4,7 @@
 
 #include <string>
 #include <type_traits>
+#include <unordered_map>
 #include <vector>
 
 #include "binding.h"
@@ -11,9 +12,9 @@
 namespace tessera::python {
 
 /// An optimizer of Python's `torch.optim`, or of a class derived from its `Optimizer`. Its param
-/// groups, options and state stay in Python: this object only passes on the parameters that the
-/// engine puts into the groups, and reads and writes the rest. May be called with or without the
-/// interpreter's lock.
+/// groups, options and state stay in Python. Its groups have the model's parameters; during
+/// `step()` alone they have the parts that the engine puts into the groups of this object, by which
+/// state is kept. May be called with or without the interpreter's lock.
 class PythonOptimizer final : public ForeignOptimizer {
  public:
   explicit PythonOptimizer(const py::object& optimizer);
@@ -28,23 +29,24 @@ class PythonOptimizer final : public ForeignOptimizer {
   void write_options(size_t param_group, const Values& values) override;
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  /// Adds the param groups that the user has added in Python, and parameters added to one. Called
-  /// before the engine reads the groups.
-  void take_new_groups();
-  /// Puts the parameters that the engine holds into Python's groups. Called after it may have
-  /// changed them; `step()` does so itself.
-  void give_params();
+  /// Takes over the param groups of Python, to which the user may have added some, or parameters.
+  /// Called before the engine reads the groups.
+  void take_groups();
+  /// Notes which parts the engine holds in place of the parameters in Python's groups. Called after
+  /// it may have changed them.
+  void note_parts();
+  /// Returns what the engine holds in place of `param`, by which Python's state is kept.
+  at::Tensor part_of(const at::Tensor& param) const;
 
-  /// Returns `use` of an engine's optimizer that steps this one; afterwards Python's groups have
-  /// the parameters that the engine holds.
+  /// Returns `use` of an engine's optimizer that steps this one.
   template <class Engine, class Use>
   auto lend(Engine& engine, const Use& use) {
     if constexpr (std::is_void_v<decltype(use(engine))>) {
       use(engine);
-      give_params();
+      note_parts();
     } else {
       auto result = use(engine);
-      give_params();
+      note_parts();
       return result;
     }
   }
@@ -57,6 +59,7 @@ class PythonOptimizer final : public ForeignOptimizer {
  private:
   py::object optimizer_;
   py::dict step_arguments_;
+  std::unordered_map<const c10::TensorImpl*, at::Tensor> parts_;  // where they differ
 };
 
 }  // namespace tessera::python

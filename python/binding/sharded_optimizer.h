@@ -17,14 +17,13 @@ class ShardedPythonOptimizer {
                          const ShardedOptimizerOptions& options)
       : inner_(std::move(inner)),
         sharded_(std::make_shared<ShardedOptimizer>(model, *inner_, options)) {
-    inner_->give_params();
+    inner_->note_parts();
   }
 
-  /// Returns `use` of the engine's optimizer, with the param groups that Python has then;
-  /// afterwards Python has those of the engine.
+  /// Returns `use` of the engine's optimizer, with the param groups that Python has then.
   template <class Use>
   auto use(const Use& use) {
-    inner_->take_new_groups();
+    inner_->take_groups();
     return inner_->lend(*sharded_, use);
   }
 
@@ -35,7 +34,7 @@ class ShardedPythonOptimizer {
   ShardedPythonOptimizer(std::unique_ptr<PythonOptimizer> inner,
                          std::shared_ptr<ShardedOptimizer> sharded)
       : inner_(std::move(inner)), sharded_(std::move(sharded)) {
-    inner_->give_params();
+    inner_->note_parts();
   }
 
  private:

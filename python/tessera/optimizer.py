@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
+from collections.abc import Callable, MutableMapping
 
 import torch
 
@@ -105,6 +106,34 @@ def _of_inside(name: str) -> property:
     return property(lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value))
 
 
+class _StateByParameter(MutableMapping):
+    """The state of an optimizer inside by the model's parameters. That keeps it by this rank's parts of them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, part_of: Callable[[torch.Tensor], torch.Tensor]):
+        self._optimizer, self._part_of = optimizer, part_of
+
+    def __getitem__(self, parameter):
+        return self._optimizer.state[self._part_of(parameter)]
+
+    def __setitem__(self, parameter, state):
+        self._optimizer.state[self._part_of(parameter)] = state
+
+    def __delitem__(self, parameter):
+        del self._optimizer.state[self._part_of(parameter)]
+
+    def __contains__(self, parameter):
+        return self._part_of(parameter) in self._optimizer.state
+
+    def __iter__(self):
+        return (param for group in self._optimizer.param_groups for param in group["params"] if param in self)
+
+    def __len__(self):
+        return sum(1 for _ in self)
+
+    def __repr__(self):
+        return repr(dict(self))
+
+
 class InnerOptimizer(torch.optim.Optimizer):
     """An optimizer around another one, whose `param_groups`, `state` and `defaults` it has."""
 
@@ -135,9 +164,9 @@ def _refuse_state(optimizer: torch.optim.Optimizer, *state_dict) -> None:
 class ShardedOptimizer(InnerOptimizer):
     """Steps an optimizer on this rank's shards of a sharded model.
 
-    It is itself an optimizer: its `param_groups` and `state` are those of the one inside, in which each parameter is
-    replaced by this rank's part of it. Schedulers, and code that takes any optimizer, take it. The optimizer inside must
-    be elementwise, as those of `torch.optim` are but `LBFGS`, `Muon` and `Adafactor`; a class of one's own says so by an
+    It is itself an optimizer: its `param_groups` are those of the one inside, with the model's parameters, and its `state`
+    has this rank's part of each one's state, in one dimension. Schedulers, and code that takes any optimizer, take it. In
+    `step()` the optimizer inside sees this rank's parts in place of the parameters. It must be elementwise, as those of `torch.optim` are but `LBFGS`, `Muon` and `Adafactor`; a class of one's own says so by an
     attribute `elementwise = True`. Others need a plan with `partition="whole_param"`; `LBFGS` is refused.
 
     `fused`: lets AdamW, Adam, SGD and Adagrad use LibTorch's fused operators unless the user has chosen `foreach` or
@@ -160,6 +189,14 @@ class ShardedOptimizer(InnerOptimizer):
         self._guards = [optimizer.register_state_dict_pre_hook(_refuse_state),
                         optimizer.register_load_state_dict_pre_hook(_refuse_state)]
 
+    @property
+    def state(self) -> MutableMapping[torch.Tensor, dict]:
+        return _StateByParameter(self.optimizer, self._sharded.part_of)
+
+    @state.setter
+    def state(self, state) -> None:
+        self.optimizer.state = state
+
     def step(self, closure=None):
         """Waits for the reductions, and updates this rank's shards. Collective. Evaluates `closure` first, if there is
         one, and returns its loss. Raises if there was no backward since `zero_grad()`."""
@@ -175,8 +212,7 @@ class ShardedOptimizer(InnerOptimizer):
         self._sharded.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict) -> None:
-        """Adds parameters of the model, say to unfreeze layers; all ranks must add the same. They are replaced by this
-        rank's parts at the next step or save."""
+        """Adds parameters of the model, say to unfreeze layers; all ranks must add the same."""
         self.optimizer.add_param_group(param_group)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options) -> torch.Tensor:
@@ -186,11 +222,23 @@ class ShardedOptimizer(InnerOptimizer):
     def state_dict(self, recipient: int | None = None) -> dict:
         """Returns the whole state, as the optimizer inside would have it without sharding, on all ranks, or on rank
         `recipient` alone (`state` is empty on the others). Collective."""
-        return self._sharded.full_state_dict(-1 if recipient is None else recipient)
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        state = self._sharded.full_state_dict(-1 if recipient is None else recipient)
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            changed = hook(self, state)
+            state = state if changed is None else changed
+        return state
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Loads such a state, from any number of ranks or from the plain optimizer, equal on all ranks. Collective."""
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         self._sharded.load_full_state_dict(state_dict)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     def memory(self) -> dict[str, int]:
         """Returns `ShardedModule.memory()` with the optimizer's state."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +13,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from . import _C
-from .parameter import AbsentGrad, make_plain, make_sharded
+from .parameter import make_plain, make_sharded
+from .sharded_grad import ShardedGrad
 from .world import resolve_group
 
 
@@ -23,23 +25,34 @@ def named_tensors(module: nn.Module) -> tuple[list, list]:
     return parameters, buffers
 
 
+def _gather(owner: nn.Module, state: dict, prefix: str, _) -> None:
+    for name, parameter in owner._parameters.items():
+        value = state.get(prefix + name)
+        if parameter is None or value is None or isinstance(value, nn.Parameter):
+            continue  # keep_vars: the parameter itself
+        if _C.is_sharded(parameter):
+            with torch.no_grad():
+                state[prefix + name] = parameter._read_whole(parameter)
+
+
 def gather_in_state_dict(module: nn.Module) -> list:
     """Lets `state_dict()` of a module, and of each of its submodules, return whole tensors, as copies. Collective where
     parameters are sharded between uses, as every use of them is.
 
     Returns handles, whose `remove()` undoes it.
     """
+    return [submodule._register_state_dict_hook(_gather) for submodule in module.modules()]
 
-    def gather(owner, state, prefix, _):
-        for name, parameter in owner._parameters.items():
-            value = state.get(prefix + name)
-            if parameter is None or value is None or isinstance(value, nn.Parameter):
-                continue  # keep_vars: the parameter itself
-            if _C.is_sharded(parameter):
-                with torch.no_grad():
-                    state[prefix + name] = parameter.detach().clone()
 
-    return [submodule._register_state_dict_hook(gather) for submodule in module.modules()]
+@functools.lru_cache(maxsize=None)
+def _class_like(base: type, forward: Callable) -> type:
+    """Returns a class derived from `base` whose `forward` has the signature of `forward`, a method."""
+
+    @functools.wraps(forward)
+    def call(self, *args, **kwargs):
+        return base.forward(self, *args, **kwargs)
+
+    return type(base)(base.__name__, (base,), {"forward": call, "__module__": base.__module__, "__doc__": base.__doc__})
 
 
 class Wrapper(nn.Module):
@@ -49,6 +62,8 @@ class Wrapper(nn.Module):
         super().__init__()
         self.module = module
         self._hooks: list = []
+        # Trainers choose what a batch must have by the signature.
+        self.__class__ = _class_like(type(self), type(module).forward)
 
     def __getattr__(self, name):
         try:
@@ -56,11 +71,11 @@ class Wrapper(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
-    def _take_over(self, shown: Iterable[tuple[nn.Parameter, Callable]]) -> None:
+    def _take_over(self, shown: Iterable[tuple[nn.Parameter, Callable]], read_whole: Callable) -> None:
         # `shown`: parameters, and functions that return what their `.grad` shows.
         self._hooks = gather_in_state_dict(self.module)
         for parameter, show_grad in shown:
-            make_sharded(parameter, show_grad)
+            make_sharded(parameter, show_grad, read_whole)
 
     def _give_back(self) -> nn.Module:
         for parameter in self.module.parameters():
@@ -78,13 +93,16 @@ class ShardedModule(Wrapper):
     own data.
     """
 
+    _saves_masters = True  # in state_dict()
+
     def __init__(self, module: nn.Module, model: _C.Model, plan: Mapping[str, Any]):
         super().__init__(module)
         self._model = model
         self._casts_to = plan.get("param_dtype") if plan.get("cast_inputs", True) else None
         shown = weakref.ref(model)
-        self._take_over((parameter, lambda it, name=name: _absent_grad(shown(), it, name))
-                        for name, parameter in module.named_parameters())
+        self._take_over(((parameter, lambda it, name=name: _show_grad(shown(), it, name))
+                        for name, parameter in module.named_parameters()),
+                        (lambda it: _read_whole(shown(), it)) if self._saves_masters else read_copy)
 
     def forward(self, *args, **kwargs):
         self._model.begin_forward()
@@ -103,20 +121,40 @@ class ShardedModule(Wrapper):
         return self.module.named_buffers(*args, **kwargs)
 
     def state_dict(self, *args, **kwargs):
-        """The module's own `state_dict()`, of whole tensors. Collective at "p_g_os"."""
+        """The module's own `state_dict()`, of whole tensors in the dtype in which they are updated. Collective at "p_g_os", and
+        at every level with `param_dtype`."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
         """Sets parameters and buffers from values that are equal on all ranks. Collective."""
         if assign:
             raise ValueError("[load_state_dict] assign=True would replace parameters that are sharded; leave it out")
-        own = dict.fromkeys(name for name, _ in self.full_names())
-        missing = [name for name in own if name not in state_dict]
-        unexpected = [name for name in state_dict if name not in own]
-        if strict and (missing or unexpected):
-            raise RuntimeError(f"[load_state_dict] missing: {missing}; unexpected: {unexpected}")
-        self.load_full_state({name: state_dict[name] for name in own if name in state_dict}, strict=False)
-        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+        result, given, error = None, {}, None
+        try:
+            result, given = self._take_values(state_dict, strict)
+        except Exception as failure:
+            error = failure
+        if self._model.any_rank(error is not None):
+            raise error or RuntimeError("[load_state_dict] another rank has refused the state dict, so nothing was loaded; its "
+                                        "error says why")
+        self.load_full_state(given, strict=False)
+        return result
+
+    def _take_values(self, state_dict, strict: bool):
+        """Lets the module's own functions and hooks load a state dict into places that are empty; returns their result, and
+        the values by name."""
+        places = [(submodule, kind, name, tensor) for submodule in self.module.modules()
+                  for kind in ("_parameters", "_buffers") for name, tensor in getattr(submodule, kind).items()
+                  if tensor is not None]
+        try:
+            for submodule, kind, name, tensor in places:
+                empty = torch.empty_like(tensor, device="meta")
+                getattr(submodule, kind)[name] = nn.Parameter(empty, tensor.requires_grad) if kind == "_parameters" else empty
+            result = self.module.load_state_dict(state_dict, strict, assign=True)
+            return result, {name: tensor.detach() for name, tensor in self.full_names() if not tensor.is_meta}
+        finally:
+            for submodule, kind, name, tensor in places:
+                getattr(submodule, kind)[name] = tensor
 
     def full_names(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Yields the names and tensors that a state dict has."""
@@ -200,10 +238,20 @@ class ShardedModule(Wrapper):
                            "state_dict(), which has whole tensors, or use tessera.save_checkpoint()")
 
 
-def _absent_grad(model: _C.Model | None, parameter: torch.Tensor, name: str):
+def read_copy(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach().clone()
+
+
+def _read_whole(model: _C.Model | None, parameter: torch.Tensor) -> torch.Tensor:
+    if model is None or model.grad_dtype(parameter) == parameter.dtype:
+        return read_copy(parameter)
+    return model.full_value(parameter)  # what the optimizer updates has more digits
+
+
+def _show_grad(model: _C.Model | None, parameter: torch.Tensor, name: str):
     if model is None or not model.has_grad(parameter):
         return None
-    return AbsentGrad.of(parameter, name, model)
+    return ShardedGrad(parameter, name, model)
 
 
 def fully_shard(module: nn.Module, *, level: str = "p_g_os", group=None, **plan) -> ShardedModule:

@@ -23,46 +23,6 @@ def _trained(level, **plan):
     return net, sharded, optimizer
 
 
-def _gradients():
-    for level in LEVELS:
-        net, sharded, optimizer = _trained(level)
-        weight = net.block[0].weight
-        assert weight.grad is not None and weight.grad.shape == weight.shape
-        assert weight.grad.dtype == weight.dtype
-        assert net.unused.grad is None and net.scale.grad is None
-        for use in (lambda: weight.grad.norm(), lambda: weight.grad + 1, lambda: weight.grad.item(),
-                    lambda: weight.grad.zero_()):
-            with pytest.raises(RuntimeError, match="block.0.weight"):
-                use()
-        with pytest.raises(RuntimeError, match="clip_grad_norm_"):
-            nn.utils.clip_grad_value_(net.parameters(), 1.0)
-        grads = [grad for param in net.parameters() if (grad := sharded.full_grad(param)) is not None]
-        norm = nn.utils.clip_grad_norm_(net.parameters(), 0.01)
-        torch.testing.assert_close(norm, torch.stack([grad.norm() for grad in grads]).norm())
-        torch.testing.assert_close(sharded.full_grad(net.embedding.weight), grads[0] * (0.01 / (norm + 1e-6)))
-        net.float()  # and the like, as trainers call them: nothing changes
-        grad = weight.grad
-        assert grad.cpu() is grad.to("cpu", torch.float32) is grad and sharded.full_grad(weight) is not None
-        with pytest.raises(RuntimeError, match="half"):
-            weight.grad.half()
-        with pytest.raises(RuntimeError, match="can't be set"):
-            weight.grad = torch.zeros_like(weight)
-        whole, part = sharded.full_grad(weight), sharded.local_grad(weight)
-        assert whole.shape == weight.shape and (part is None or part.numel() <= whole.numel())
-        net.block.zero_grad()
-        assert weight.grad is None and net.norm.weight.grad is not None
-        sharded.zero_grad()
-        assert all(param.grad is None for param in net.parameters())
-        with pytest.raises(RuntimeError, match="backward"):
-            optimizer.step()
-    return True
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_gradients(ranks, size):
-    assert all(ranks(size, _gradients))
-
-
 def _state_dict():
     for level in LEVELS:
         net, sharded, optimizer = _trained(level, unit_bytes=2000)
@@ -82,7 +42,7 @@ def _state_dict():
         other.load_state_dict(loaded)
         for key, value in other.full_state().items():
             assert torch.equal(value, full[key]), (level, key)
-        with pytest.raises(RuntimeError, match="missing"):
+        with pytest.raises(RuntimeError, match="Missing key"):
             other.load_state_dict({})
         assert other.load_state_dict({"more": torch.ones(1)}, strict=False).unexpected_keys == ["more"]
     return True

@@ -108,8 +108,14 @@ Outcome judge(const Program& program, const std::vector<Trace>& ranks) {
   }
   const std::string text =
       c10::str("operation ", failed.op, " on rank ", &failed - ranks.data(), ": ", failed.error);
-  // Others may notice in a later operation.
-  const bool all_fail = std::ranges::none_of(ranks, &std::string::empty, &Trace::error);
+  // Others may notice in a later operation. Replicas that average now and then may need no more of
+  // each other.
+  const auto replica_of = [&](const Trace& trace) {
+    return program.plan.outer ? (&trace - ranks.data()) / program.shard_size : 0;
+  };
+  const bool all_fail = std::ranges::all_of(ranks, [&](const Trace& trace) {
+    return !trace.error.empty() || replica_of(trace) != replica_of(failed);
+  });
   if (!all_fail) return {Verdict::kFinding, "some ranks only refuse " + text};
   if (!plain.empty()) return {Verdict::kBothRefuse, first_line(plain)};
   if (!documented.empty() && at == failed.op && failed.error.find(documented) != std::string::npos)

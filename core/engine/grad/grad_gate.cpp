@@ -105,10 +105,12 @@ struct GradGate final : AutogradMeta {
 
   const at::Tensor& grad() const override {
     if (is_arriving()) return arriving[this];
-    const bool has_ended = !is_segment && source.unit.expired();
-    TORCH_CHECK(open_gates > 0 || has_ended, error);
+    TORCH_CHECK(!is_closed(), error);
     return grad_;
   }
+
+  // True where `.grad` can't be read, unless a gradient is arriving.
+  bool is_closed() const { return open_gates == 0 && (is_segment || !source.unit.expired()); }
 
   at::Tensor& mutable_grad() override {
     if (is_arriving()) {
@@ -194,6 +196,11 @@ std::shared_ptr<UnitGradients> gradients_behind(const at::Tensor& tensor) {
 }
 
 bool has_grad_gate(const at::Tensor& tensor) { return gradients_behind(tensor) != nullptr; }
+
+bool hides_gradient(const at::Tensor& tensor) {
+  const GradGate* const gate = gate_of(tensor);
+  return gate && !gate->is_arriving() && gate->is_closed();
+}
 
 bool holds_gradient(const at::Tensor& tensor) {
   const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);

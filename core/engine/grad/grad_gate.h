@@ -53,6 +53,9 @@ std::shared_ptr<UnitGradients> gradients_behind(const at::Tensor& tensor);
 /// its place.
 bool has_grad_gate(const at::Tensor& tensor);
 
+/// Returns true if reading `.grad` would throw: the gate is closed.
+bool hides_gradient(const at::Tensor& tensor);
+
 /// Returns true if `.grad` holds a gradient, gated or not.
 bool holds_gradient(const at::Tensor& tensor);
 /// Moves the gradient out of `.grad`, bypassing the gate. In a hook that autograd calls for this

@@ -150,6 +150,7 @@ void UnitGradients::arrive(size_t slot, size_t handle, const at::Tensor& grad) {
                     "' must have the parameter's shape; expected ", at::IntArrayRef(param.sizes),
                     ", got ", grad.sizes(), " (set by a hook, or by hand?)");
   slots_[slot].arrived = slots_[slot].seen[handle] = true;
+  slots_[slot].zero = false;
   if (param.numel == 0) return;
   at::NoGradGuard no_grad;
   const MemoryWatch& watch = unit_.context().watch;
@@ -378,7 +379,13 @@ void UnitGradients::zero_all() {
   for (size_t slot = 0; slot < slots_.size(); ++slot)
     any.push_back(has_arrived(slot) || is_live(slot));
   clear_all();
-  for (size_t slot = 0; slot < slots_.size(); ++slot) slots_[slot].arrived = any[slot];
+  for (size_t slot = 0; slot < slots_.size(); ++slot)
+    slots_[slot].arrived = slots_[slot].zero = any[slot];
+}
+
+void UnitGradients::zero(size_t slot) {
+  clear(slot);
+  slots_[slot].arrived = slots_[slot].zero = true;
 }
 
 bool UnitGradients::any_live() const {

@@ -115,6 +115,9 @@ class UnitGradients {
   /// Turns existing gradients into zeros. The next backward reduces these even where it does not
   /// use the parameter.
   virtual void zero_all();
+  void zero(size_t slot);
+  /// Returns true if the parameter's gradient is such a zero, and nothing has arrived since.
+  bool is_zero(size_t slot) const { return slots_[slot].arrived && slots_[slot].zero; }
 
   /// Returns true if the parameter has a reduced gradient. All ranks agree.
   virtual bool is_live(size_t slot) const { return slots_[slot].live; }
@@ -136,6 +139,7 @@ class UnitGradients {
   // The gradient of one parameter.
   struct SlotState {
     bool arrived = false;    // and not launched; possibly in an earlier backward
+    bool zero = false;       // it has arrived by `zero()`
     std::vector<bool> seen;  // by handle: arrived in this backward
     bool live = false;
     bool cleared = false;  // during the reduction: its result does not count

@@ -1,6 +1,8 @@
 #include "engine/model/full_state.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
@@ -68,6 +70,35 @@ void ShardedState::visit_whole_units(const std::function<void(const Unit&)>& vis
     visit(*unit);
     if (was_sharded && unit->frees()) unit->reshard();
   }
+}
+
+at::Tensor gather_whole(ShardedState& state, const ParamIndex& place, const at::Tensor& part) {
+  const UnitLayout& layout = state.units()[place.unit]->layout();
+  const ParamSlot& param = state.slot(place);
+  const auto begin = state.units()[place.unit]->updated_range(param).first - param.offset;
+  const at::Tensor flat = at::empty({param.numel}, part.options());
+  const at::Tensor own = flat.narrow(0, begin, part.numel()).copy_(part);
+  if (layout.level != ShardLevel::kNone) {
+    std::vector<int64_t> bounds;
+    for (const int64_t bound : layout.bounds)
+      bounds.push_back(overlap(param, bound, bound).first - param.offset);
+    const auto work =
+        state.process_group().all_gather(flat, own, bounds, {layout.name, Channel::kControl});
+    work->wait();
+    work->wait_inputs();
+  }
+  return global_value(param, at::as_strided(flat, param.sizes, param.strides, 0));
+}
+
+at::Tensor full_value(ShardedState& state, const ParamIndex& place) {
+  at::NoGradGuard no_grad;
+  state.check_no_join("full_value()");
+  state.take_in_replaced();
+  const Unit& unit = *state.units()[place.unit];
+  const auto [begin, end] = unit.updated_range(state.slot(place));
+  const int64_t first = begin < end ? begin - unit.updated_begin() : 0;
+  return gather_whole(state, place,
+                      unit.updated().narrow(0, first, end - begin).to(unit.layout().device));
 }
 
 std::vector<NamedTensor> full_state(ShardedState& state) {

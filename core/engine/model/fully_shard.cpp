@@ -282,5 +282,6 @@ ShardedModule fully_shard(std::vector<NamedTensor> parameters, std::vector<Named
 }
 
 bool is_sharded(const at::Tensor& parameter) { return has_grad_gate(parameter); }
+bool keeps_grad_elsewhere(const at::Tensor& parameter) { return hides_gradient(parameter); }
 
 }  // namespace tessera

@@ -2,7 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 
@@ -11,6 +11,7 @@
 
 #include "comm/group/progress.h"
 #include "engine/grad/clip_grad.h"
+#include "engine/model/full_state.h"
 
 namespace tessera {
 
@@ -20,18 +21,33 @@ at::Tensor full_grad(ShardedState& state, const ParamIndex& place) {
   state.check_no_join("full_grad()");
   state.reducer().settle();
   const UnitGradients& gradients = *state.reducer().gradients()[place.unit];
-  if (!gradients.is_live(place.slot)) return {};
-  Unit& unit = *state.units()[place.unit];
-  const ParamSlot& param = state.slot(place);
-  at::Tensor full = gradients.reduced();
-  if (unit.layout().level != ShardLevel::kNone) {
-    full = at::empty({unit.layout().numel()}, gradients.reduced().options());
-    const auto work = state.process_group().all_gather(
-        full, gradients.reduced(), unit.layout().bounds, {unit.layout().name, Channel::kControl});
-    work->wait();
-    work->wait_inputs();
+  if (gradients.is_zero(place.slot) && !gradients.is_live(place.slot)) {
+    const UnitLayout& layout = state.units()[place.unit]->layout();
+    return at::zeros(state.slot(place).global_sizes(), layout.options().dtype(layout.master_dtype));
   }
-  return global_value(param, view_param(param, full)).clone();
+  if (!gradients.is_live(place.slot)) return {};
+  const auto [begin, end] = state.units()[place.unit]->updated_range(state.slot(place));
+  const at::Tensor& all = gradients.reduced();
+  return gather_whole(state, place,
+                      begin < end ? gradients.reduced(begin, end) : all.narrow(0, 0, 0));
+}
+
+void set_full_grad(ShardedState& state, const ParamIndex& place, const at::Tensor& value) {
+  at::NoGradGuard no_grad;
+  state.check_no_join("set_full_grad()");
+  state.reducer().settle();
+  const ParamSlot& param = state.slot(place);
+  const at::IntArrayRef sizes = param.dist ? at::IntArrayRef(param.dist->sizes) : param.sizes;
+  TORCH_CHECK_VALUE(value.sizes() == sizes, "[set_full_grad] the gradient of '", param.name(),
+                    "' must have its shape ", sizes, "; got ", value.sizes());
+  const UnitGradients& gradients = *state.reducer().gradients()[place.unit];
+  TORCH_CHECK(gradients.is_live(place.slot), "[set_full_grad] '", param.name(),
+              "' has no reduced gradient that could be set: there must be a backward that uses it "
+              "since zero_grad(), and not only under no_sync()");
+  const auto [begin, end] = state.units()[place.unit]->updated_range(param);
+  const at::Tensor flat = flat_in_order(local_value(param, value), param.strides);
+  if (begin == end) return;
+  gradients.reduced(begin, end).copy_(flat.narrow(0, begin - param.offset, end - begin));
 }
 
 at::Tensor local_grad(ShardedState& state, const ParamIndex& place) {
@@ -53,6 +69,11 @@ bool has_grad(ShardedState& state, const ParamIndex& place) {
   state.reducer().settle_earlier();
   const UnitGradients& gradients = *state.reducer().gradients()[place.unit];
   return gradients.is_live(place.slot) || gradients.has_arrived(place.slot);
+}
+
+bool has_reduced_grad(ShardedState& state, const ParamIndex& place) {
+  state.reducer().settle();
+  return state.reducer().gradients()[place.unit]->is_live(place.slot);
 }
 
 std::vector<double> ClipCall::numbers() const {

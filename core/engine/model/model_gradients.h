@@ -8,8 +8,10 @@ namespace tessera {
 
 /// See the functions of these names of `ShardedModule`.
 at::Tensor full_grad(ShardedState& state, const ParamIndex& place);
+void set_full_grad(ShardedState& state, const ParamIndex& place, const at::Tensor& value);
 at::Tensor local_grad(ShardedState& state, const ParamIndex& place);
 bool has_grad(ShardedState& state, const ParamIndex& place);
+bool has_reduced_grad(ShardedState& state, const ParamIndex& place);
 
 /// A call that clips the gradients, the same on all ranks.
 struct ClipCall {

@@ -1,9 +1,11 @@
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
 #include <fmt/format.h>
 #include <tessera/engine/fully_shard.h>
 
 #include <array>
 
+#include "comm/group/blocking_all_reduce.h"
 #include "comm/group/progress.h"
 #include "engine/model/full_state.h"
 #include "engine/model/join_scope.h"
@@ -94,11 +96,19 @@ void ShardedModule::refuse_to_cast() {
                               "precision.cast_inputs to false and convert them yourself");
 }
 
+at::Tensor ShardedModule::full_value(const at::Tensor& parameter) {
+  return tessera::full_value(*state(), place_of(*state(), parameter, "full_value"));
+}
+
 at::Tensor ShardedModule::full_grad(const at::Tensor& parameter) {
   return tessera::full_grad(*state(), place_of(*state(), parameter, "full_grad"));
 }
 at::Tensor ShardedModule::full_grad(const std::string& name) {
   return tessera::full_grad(*state(), place_of(*state(), name, "full_grad"));
+}
+
+void ShardedModule::set_full_grad(const at::Tensor& parameter, const at::Tensor& value) {
+  tessera::set_full_grad(*state(), place_of(*state(), parameter, "set_full_grad"), value);
 }
 
 at::Tensor ShardedModule::local_grad(const at::Tensor& parameter) {
@@ -112,9 +122,31 @@ bool ShardedModule::has_grad(const at::Tensor& parameter) {
   return tessera::has_grad(*state(), place_of(*state(), parameter, "has_grad"));
 }
 
+bool ShardedModule::has_reduced_grad(const at::Tensor& parameter) {
+  return tessera::has_reduced_grad(*state(), place_of(*state(), parameter, "has_reduced_grad"));
+}
+
+at::ScalarType ShardedModule::grad_dtype(const at::Tensor& parameter) {
+  return state()->units()[place_of(*state(), parameter, "grad_dtype").unit]->layout().master_dtype;
+}
+
+bool ShardedModule::any_rank(bool value) {
+  const at::Tensor found = at::full({1}, value ? 1 : 0, at::kFloat);
+  for (ProcessGroup* process_group : {&state()->mesh().shard(), &state()->mesh().parts()})
+    blocking_all_reduce(*process_group, found, ReduceOp::kMax, {"any rank", Channel::kControl});
+  return found.item<float>() > 0;
+}
+
 void ShardedModule::zero_grad(bool set_to_none) {
   Reducer& reducer = state()->reducer();
   set_to_none ? reducer.clear_all() : reducer.zero_all();
+}
+
+void ShardedModule::zero_grad(const at::Tensor& parameter, bool set_to_none) {
+  const ParamIndex place = place_of(*state(), parameter, "zero_grad");
+  const bool becomes_zeros = !set_to_none && tessera::has_grad(*state(), place);
+  UnitGradients& gradients = *state()->reducer().gradients()[place.unit];
+  becomes_zeros ? gradients.zero(place.slot) : gradients.clear(place.slot);
 }
 
 void ShardedModule::unwrap() { tessera::unwrap(*state()); }

@@ -2,7 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
@@ -107,11 +106,7 @@ void clear_gradients(ShardedState& state, const torch::optim::Optimizer& optimiz
     if (becomes_zeros && !reducer.reduces())
       return for_each_given(unit, slot, [](const at::Tensor& tensor) { tensor.grad().zero_(); });
     for_each_given(unit, slot, [](const at::Tensor& tensor) { take_gradient(tensor); });
-    unit.clear(slot);
-    const UnitLayout& layout = unit.unit().layout();
-    if (becomes_zeros)
-      unit.arrive(slot, /*handle=*/0,
-                  at::zeros(layout.slots[slot].sizes, layout.options().dtype(layout.dtype)));
+    becomes_zeros ? unit.zero(slot) : unit.clear(slot);
   });
 }
 

@@ -28,6 +28,8 @@ class ShardedModelV2(ShardedModule):
     already, or has a module with sharded and unsharded parameters of its own.
     """
 
+    _saves_masters = False  # those are in the optimizer's
+
     def __init__(self, module: nn.Module, shard_strategy: BaseShardStrategy, process_group=None,
                  reduce_scatter_process_group=None, reduce_scatter_bucket_size_mb: float = 25,
                  fp32_reduce_scatter: bool = False, offload_config: Mapping[str, str] | None = None,

@@ -124,7 +124,8 @@ void bind_fairscale(py::module_& module) {
            })
       .def("gather", &gather, Waits())
       .def("add_group", &add_group, Waits())
-      .def("give_params", [](Oss& oss) { oss.inner().give_params(); })
+      .def("note_parts", [](Oss& oss) { oss.inner().note_parts(); })
+      .def("part_of", [](Oss& oss, const at::Tensor& param) { return oss.inner().part_of(param); })
       .def("clip_grad_norm", &clip_oss)
       .def("consolidate_state_dict", &Oss::consolidate_state_dict, Waits())
       .def("state_dict",

@@ -78,14 +78,13 @@ class OSS(Optimizer):
         """Calls `use` with the engine's optimizer while it has the options of `param_groups`."""
         self._give_options()
         result = use(self._oss)
-        self._oss.give_params()
+        self._oss.note_parts()
         self._take_options()
         return result
 
-    def _pairs(self):
-        """Yields each parameter with the tensor that the optimizer inside has for it."""
-        for own, inner in zip(self.param_groups, self._inner.param_groups):
-            yield from zip(own["params"], inner["params"])
+    def _params(self):
+        for group in self.param_groups:
+            yield from group["params"]
 
     # --- FairScale's functions ---
 
@@ -100,7 +99,8 @@ class OSS(Optimizer):
         if self._inner is None:
             return self.__dict__["state"]
         states = self._inner.state
-        return {param: states[held] for param, held in self._pairs() if held in states}
+        pairs = ((param, self._oss.part_of(param)) for param in self._params())
+        return {param: states[held] for param, held in pairs if held in states}
 
     @state.setter
     def state(self, state) -> None:
@@ -124,7 +124,7 @@ class OSS(Optimizer):
         """Clears the gradients, or sets them to zero. Not collective."""
         if not set_to_none or self._ddp is None:
             return super().zero_grad(set_to_none)
-        for param, _ in self._pairs():
+        for param in self._params():
             param.grad = None  # also of those whose gradient another rank has
 
     def add_param_group(self, param_group: dict) -> None:
@@ -149,7 +149,7 @@ class OSS(Optimizer):
         `filter_params_fn`: given all parameters, returns those to be counted and scaled."""
         accepts = None
         if filter_params_fn is not None:
-            kept = {id(param) for param in filter_params_fn([param for param, _ in self._pairs()])}
+            kept = {id(param) for param in filter_params_fn(list(self._params()))}
             accepts = lambda param: id(param) in kept
         return torch.tensor(self._oss.clip_grad_norm(float(max_norm), float(norm_type), accepts))
 
@@ -167,7 +167,7 @@ class OSS(Optimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Loads a full state, from any number of ranks or from the plain optimizer, the same on every rank."""
         self._oss.load_state_dict(state_dict)
-        self._oss.give_params()
+        self._oss.note_parts()
         self._take_options()
 
     def refresh_trainable(self) -> None:
@@ -191,13 +191,13 @@ class OSS(Optimizer):
 
     @property
     def _param_to_index(self) -> dict[int, int]:
-        return {id(param): index for index, (param, _) in enumerate(self._pairs())}
+        return {id(param): index for index, param in enumerate(self._params())}
 
     @property
     def _per_device_params(self) -> dict[torch.device, list[list[torch.Tensor]]]:
         devices: dict = {}
         owner = self._param_to_rank
-        for param, _ in self._pairs():
+        for param in self._params():
             devices.setdefault(param.device, [[] for _ in range(self.world_size)])[owner[param]].append(param)
         for ranks in devices.values():
             for params in ranks:
@@ -207,7 +207,7 @@ class OSS(Optimizer):
     @property
     def _local_params(self) -> list[torch.Tensor]:
         owner = self._param_to_rank
-        return [param for param, _ in self._pairs() if owner[param] == self.rank and param.grad is not None]
+        return [param for param in self._params() if owner[param] == self.rank and param.grad is not None]
 
     @property
     def _default_device(self) -> torch.device:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..sharded_module import Wrapper, named_tensors
+from ..sharded_module import Wrapper, named_tensors, read_copy
 from ..world import resolve_group
 from .oss import OSS
 
@@ -57,7 +57,8 @@ class ShardedDataParallel(Wrapper):
                                            *self._options)
         for optimizer in self._optimizers:
             optimizer._ddp = self
-        self._take_over((param, optimizer._oss.gradient) for optimizer in self._optimizers for param, _ in optimizer._pairs())
+        shown = ((param, optimizer._oss.gradient) for optimizer in self._optimizers for param in optimizer._params())
+        self._take_over(shown, read_copy)
 
     def forward(self, *inputs, **kwargs):
         if self._ddp is None:

@@ -112,9 +112,20 @@ class TESSERA_API ShardedModule {
   /// it would. Collective. Throws on every rank if no rank has any.
   void reduce();
 
-  /// Returns a parameter's whole reduced gradient; undefined if it has none. Collective.
+  /// Returns a copy of a parameter's whole value, in the dtype in which the optimizer updates it:
+  /// that of its master copy, if it has one. Collective.
+  at::Tensor full_value(const at::Tensor& parameter);
+
+  /// Returns a parameter's whole reduced gradient; undefined if it has none. Zeros after
+  /// `zero_grad(false)` are one. Collective.
   at::Tensor full_grad(const at::Tensor& parameter);
   at::Tensor full_grad(const std::string& name);
+
+  /// Sets a parameter's reduced gradient from a whole one, of the parameter's shape and equal on
+  /// all ranks; each rank keeps its part. Throws `c10::Error` if the parameter has no reduced
+  /// gradient, and `c10::ValueError` for another shape. Not collective (but for a DistTensor, over
+  /// its mesh); all ranks must call it.
+  void set_full_grad(const at::Tensor& parameter, const at::Tensor& value);
 
   /// Returns this rank's part of a parameter's reduced gradient, to be read or changed: the
   /// elements that this rank updates, in one dimension, or with the parameter's shape under
@@ -126,11 +137,22 @@ class TESSERA_API ShardedModule {
   /// Returns true if a parameter has a gradient, reduced or kept under `no_sync()`. Waits for
   /// reductions in progress. Not collective.
   bool has_grad(const at::Tensor& parameter);
+  /// Returns true if a parameter has a reduced gradient. Waits for reductions in progress. Not
+  /// collective.
+  bool has_reduced_grad(const at::Tensor& parameter);
+
+  /// Returns the dtype in which a parameter's reduced gradient is kept: that of its master copy.
+  at::ScalarType grad_dtype(const at::Tensor& parameter);
+
+  /// Returns true if `value` is true on any of the model's ranks. Collective.
+  bool any_rank(bool value);
 
   /// Clears all gradients. If not `set_to_none`, they become zeros, and the optimizer steps
   /// parameters that the next backward does not use with zero gradients. Not collective, but all
   /// ranks must call it.
   void zero_grad(bool set_to_none = true);
+  /// Does the same for one parameter.
+  void zero_grad(const at::Tensor& parameter, bool set_to_none = true);
 
   /// Scales the reduced gradients so that their total norm is at most `max_norm`, and returns the
   /// norm before. Collective. `norm_type`: 1, 2, another positive number or infinity. The formula
@@ -287,5 +309,9 @@ TESSERA_API ShardedModule fully_shard(std::vector<NamedTensor> parameters,
 
 /// Returns true for a parameter of a sharded model.
 TESSERA_API bool is_sharded(const at::Tensor& parameter);
+
+/// Returns true if reading `.grad` of `parameter` would throw, as gradients of a sharded model lie
+/// elsewhere: not in a hook that autograd calls for the parameter, and not once the model is gone.
+TESSERA_API bool keeps_grad_elsewhere(const at::Tensor& parameter);
 
 }  // namespace tessera
