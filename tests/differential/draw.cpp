@@ -122,7 +122,7 @@ void draw_odd_op(Random& random, Program& program, int& batch) {
     case 4:
       return add(OpKind::kThaw);
     case 5:
-      return add(OpKind::kClampGrad, random.between(0, 99));
+      return add(OpKind::kClampGrad, random.between(0, 99), random.between(0, 3));
     case 6:
       return add(OpKind::kThrow, random.between(0, layers - 1), 0);
     case 7:

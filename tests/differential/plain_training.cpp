@@ -257,21 +257,31 @@ void PlainTraining::zero_grad(const Op& op) {
   } else {
     for (size_t i = 0; i < main_.size(); ++i) numbers.push_back(i);
   }
-  for (const size_t i : numbers) {
-    Tensor& grad = main_[i].mutable_grad();
-    if (op.how == 2 && grad.defined()) {
-      grad = torch::zeros_like(grad);
+  for (const size_t i : numbers) clear(i, op.how == 2);
+}
+
+void PlainTraining::clear(size_t param, bool to_zeros) {
+  Tensor& grad = main_[param].mutable_grad();
+  if (to_zeros && grad.defined()) {
+    grad = torch::zeros_like(grad);
+  } else {
+    grad.reset();
+  }
+  for (auto& own : waiting_) {
+    if (to_zeros && own[param].defined()) {
+      own[param].zero_();
     } else {
-      grad.reset();
-    }
-    for (auto& own : waiting_) {
-      if (op.how == 2 && own[i].defined()) {
-        own[i].zero_();
-      } else {
-        own[i].reset();
-      }
+      own[param].reset();
     }
   }
+}
+
+void PlainTraining::clamp_grad(const Op& op) {
+  torch::NoGradGuard no_grad;
+  const size_t param = op.value % main_.size();
+  if (op.how >= 2) return clear(param, op.how == 2);
+  Tensor& grad = main_[param].mutable_grad();
+  if (grad.defined()) grad.clamp_(-0.125, 0.125);
 }
 
 void PlainTraining::clip(const Op& op) {

@@ -25,11 +25,7 @@ class PlainTraining : public Training {
   void backward(const Op& op) override;
   void zero_grad(const Op& op) override;
   void clip(const Op& op) override;
-  void clamp_grad(const Op& op) override {
-    torch::NoGradGuard no_grad;
-    torch::Tensor& grad = main_[op.value % main_.size()].mutable_grad();
-    if (grad.defined()) grad.clamp_(-0.125, 0.125);
-  }
+  void clamp_grad(const Op& op) override;
   void step(const Op& op) override;
   void advance_schedule(const Op& op) override {
     if (schedules_[op.value]) schedules_[op.value]->step();
@@ -91,6 +87,7 @@ class PlainTraining : public Training {
   void wait_to_send(int rank, size_t param);
   torch::Tensor sum(size_t param, int first, int count, bool is_live) const;
   void sum_ranks(size_t param);
+  void clear(size_t param, bool to_zeros);
   static double largest(const at::Tensor& values);
   void take_narrow_sums(const std::vector<size_t>& params);
   bool can_sum(size_t param) const;

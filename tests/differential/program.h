@@ -47,7 +47,8 @@ enum class OpKind : uint8_t {
   kBackward,   ///< how: 1: under no_sync()
   kZeroGrad,   ///< value: the optimizer; how: by the optimizer, the handle, with zeros, the module
   kClip,       ///< value: the optimizer whose model it is; how: number of the norm
-  kClampGrad,  ///< of the parameter `value`, through its local gradient
+  kClampGrad,  ///< of the parameter `value`; how: through its local gradient, or through the whole
+               ///< one; 2: makes it zeros, 3: clears it
   kStep,       ///< value: the optimizer
   kSchedule,   ///< value: the optimizer
   kEvaluate,   ///< value: number of the batch

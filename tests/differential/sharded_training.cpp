@@ -102,9 +102,13 @@ class ShardedTraining : public Training {
   }
   void clamp_grad(const Op& op) override {
     if (program_.is_ignored(op.value % params_.size())) return;
-    const Tensor grad = sharded_->local_grad(parameter(op));
+    const Tensor param = parameter(op);
+    if (op.how >= 2) return sharded_->zero_grad(param, /*set_to_none=*/op.how == 3);
     torch::NoGradGuard no_grad;
-    if (grad.defined()) Tensor(grad).clamp_(-0.125, 0.125);
+    const Tensor grad = op.how == 0 ? sharded_->local_grad(param) : sharded_->full_grad(param);
+    if (!grad.defined()) return;
+    const Tensor clamped = Tensor(grad).clamp_(-0.125, 0.125);
+    if (op.how == 1 && sharded_->has_reduced_grad(param)) sharded_->set_full_grad(param, clamped);
   }
   void step(const Op& op) override {
     if (scaler_) {

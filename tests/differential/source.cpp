@@ -236,11 +236,16 @@ std::string Source::statement(const Op& op) const {
           "{}std::printf(\"norm %.9g\\n\", sharded.clip_grad_norm_({}, {}));",
           program_.scale > 0 ? fmt::format("scaler.unscale_(optimizer{}); ", own) : "", kMaxNorm,
           std::array{"2", "1", "INFINITY", "3"}[op.how]);
-    case OpKind::kClampGrad:
-      return fmt::format(
-          "{}if (Tensor grad = sharded.local_grad({}); grad.defined()) grad.clamp_(-0.125, 0.125);",
-          program_.ignored ? fmt::format("if ({} % params.size() % 5 != 3) ", op.value) : "",
-          param);
+    case OpKind::kClampGrad: {
+      const std::string guard =
+          program_.ignored ? fmt::format("if ({} % params.size() % 5 != 3) ", op.value) : "";
+      const std::string text = std::array{
+          "if (Tensor grad = sharded.local_grad({0}); grad.defined()) grad.clamp_(-0.125, 0.125);",
+          "if (Tensor grad = sharded.full_grad({0}); grad.defined() && "
+          "sharded.has_reduced_grad({0})) sharded.set_full_grad({0}, grad.clamp(-0.125, 0.125));",
+          "sharded.zero_grad({0}, false);", "sharded.zero_grad({0}, true);"}[op.how];
+      return guard + fmt::format(fmt::runtime(text), param);
+    }
     case OpKind::kStep: {
       if (program_.scale == 0) return fmt::format("optimizer{}.step();", own);
       return fmt::format("scaler.step(optimizer{});{}", own,

@@ -14,6 +14,7 @@
 #include "base/device/side_stream.h"
 #include "base/dispatch/math_bits.h"
 #include "comm/group/encoding.h"
+#include "engine/grad/grad_gate.h"
 
 namespace tessera {
 
@@ -61,6 +62,16 @@ void for_each_gradient(const ParamSlot& slot, F&& f) {
   for (size_t i = 0; i < slot.handles.size(); ++i) {
     const at::Tensor tensor = slot.tensor(i);
     if (tensor.defined() && tensor.grad().defined()) f(tensor.mutable_grad());
+  }
+}
+
+// Calls `f` with the tensors of a parameter that have a gradient in `.grad`, behind the gate: one
+// that the user set, or, where Tessera does not reduce, any.
+template <class F>
+void for_each_given(const ParamSlot& slot, F&& f) {
+  for (size_t i = 0; i < slot.handles.size(); ++i) {
+    const at::Tensor tensor = slot.tensor(i);
+    if (tensor.defined() && holds_gradient(tensor)) f(tensor);
   }
 }
 
@@ -383,9 +394,30 @@ void UnitGradients::zero_all() {
     slots_[slot].arrived = slots_[slot].zero = any[slot];
 }
 
-void UnitGradients::zero(size_t slot) {
+bool UnitGradients::has_gradient(size_t slot) const {
+  bool has = is_live(slot) || has_arrived(slot);
+  for_each_given(unit_.layout().slots[slot], [&](const at::Tensor&) { has = true; });
+  return has;
+}
+
+void UnitGradients::zero_grad(size_t slot, bool set_to_none) {
+  if (!set_to_none && has_gradient(slot)) return zero(slot);
+  for_each_given(unit_.layout().slots[slot], take_gradient);
   clear(slot);
-  slots_[slot].arrived = slots_[slot].zero = true;
+}
+
+void UnitGradients::zero(size_t slot) {
+  const ParamSlot& param = unit_.layout().slots[slot];
+  for_each_given(param, take_gradient);
+  if (!is_live(slot) || is_reducing()) {
+    clear(slot);
+    slots_[slot].arrived = slots_[slot].zero = true;
+    return;
+  }
+  ++slots_[slot].clears;
+  if (has_arrived(slot) && param.numel > 0) place_of(slot).zero_();
+  const auto [begin, end] = unit_.updated_range(param);
+  if (begin < end) reduced(begin, end).zero_();
 }
 
 bool UnitGradients::any_live() const {
@@ -425,10 +457,13 @@ void GivenGradients::clear_all() {
   for (size_t slot = 0; slot < unit().layout().slots.size(); ++slot) clear(slot);
 }
 
-void GivenGradients::zero_all() {
+void GivenGradients::zero(size_t slot) {
   at::NoGradGuard no_grad;
-  for (const ParamSlot& slot : unit().layout().slots)
-    for_each_gradient(slot, [](at::Tensor& gradient) { gradient.zero_(); });
+  for_each_gradient(unit().layout().slots[slot], [](at::Tensor& gradient) { gradient.zero_(); });
+}
+
+void GivenGradients::zero_all() {
+  for (size_t slot = 0; slot < unit().layout().slots.size(); ++slot) zero(slot);
 }
 
 bool GivenGradients::is_live(size_t slot) const {

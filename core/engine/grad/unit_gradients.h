@@ -112,12 +112,19 @@ class UnitGradients {
   void forget_clears() {
     for (SlotState& slot : slots_) slot.clears = 0;
   }
-  /// Turns existing gradients into zeros. The next backward reduces these even where it does not
-  /// use the parameter.
+  /// Turns all existing gradients into zeros that are not reduced yet. The next backward reduces
+  /// these even where it does not use the parameter.
   virtual void zero_all();
-  void zero(size_t slot);
-  /// Returns true if the parameter's gradient is such a zero, and nothing has arrived since.
+  /// Turns the existing gradient of one parameter into zeros; a reduced one stays reduced.
+  virtual void zero(size_t slot);
+  /// Returns true if the parameter's gradient is a zero that is not reduced, and nothing has
+  /// arrived since.
   bool is_zero(size_t slot) const { return slots_[slot].arrived && slots_[slot].zero; }
+  /// Clears the gradient of one parameter as an optimizer's `zero_grad()` does, also one that the
+  /// user has set in `.grad`.
+  void zero_grad(size_t slot, bool set_to_none);
+  /// Returns true if the parameter has a gradient, wherever that is.
+  bool has_gradient(size_t slot) const;
 
   /// Returns true if the parameter has a reduced gradient. All ranks agree.
   virtual bool is_live(size_t slot) const { return slots_[slot].live; }
@@ -198,6 +205,7 @@ class GivenGradients final : public UnitGradients {
 
   void clear(size_t slot) override;
   void clear_all() override;
+  void zero(size_t slot) override;
   void zero_all() override;
   bool is_live(size_t slot) const override;
   at::Tensor reduced(int64_t begin, int64_t end) const override;

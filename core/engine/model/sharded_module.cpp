@@ -144,9 +144,8 @@ void ShardedModule::zero_grad(bool set_to_none) {
 
 void ShardedModule::zero_grad(const at::Tensor& parameter, bool set_to_none) {
   const ParamIndex place = place_of(*state(), parameter, "zero_grad");
-  const bool becomes_zeros = !set_to_none && tessera::has_grad(*state(), place);
-  UnitGradients& gradients = *state()->reducer().gradients()[place.unit];
-  becomes_zeros ? gradients.zero(place.slot) : gradients.clear(place.slot);
+  if (!set_to_none) state()->reducer().settle();  // only then it is known whether it has a gradient
+  state()->reducer().gradients()[place.unit]->zero_grad(place.slot, set_to_none);
 }
 
 void ShardedModule::unwrap() { tessera::unwrap(*state()); }

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "base/device/side_stream.h"
-#include "engine/grad/grad_gate.h"
 #include "engine/model/sharded_state.h"
 
 namespace tessera {
@@ -53,23 +52,6 @@ void for_each_slot(ShardedState& state, const Slots& own, bool is_own, const F& 
   }
 }
 
-// Calls `f` with the tensors of a parameter that have a gradient in `.grad`: one that the user set,
-// or, where Tessera does not reduce, any.
-template <class F>
-void for_each_given(const UnitGradients& unit, size_t slot, const F& f) {
-  const ParamSlot& param = unit.unit().layout().slots[slot];
-  for (size_t i = 0; i < param.handles.size(); ++i) {
-    const at::Tensor tensor = param.tensor(i);
-    if (tensor.defined() && holds_gradient(tensor)) f(tensor);
-  }
-}
-
-bool has_gradient(const UnitGradients& unit, size_t slot) {
-  bool has = unit.is_live(slot) || unit.has_arrived(slot);
-  for_each_given(unit, slot, [&](const at::Tensor&) { has = true; });
-  return has;
-}
-
 }  // namespace
 
 void SegmentGradients::begin(ShardedState& state, const std::vector<const Segment*>& segments) {
@@ -96,18 +78,13 @@ void clear_gradients(ShardedState& state, const torch::optim::Optimizer& optimiz
   // Under join(), clears are counted, and must be the same on ranks with other gradients.
   bool all = !state.join_scope();
   for_each_slot(state, own, /*is_own=*/false, [&](const UnitGradients& unit, size_t slot) {
-    all = all && !unit.is_reducing() && !has_gradient(unit, slot);
+    all = all && !unit.is_reducing() && !unit.has_gradient(slot);
   });
   if (all) return set_to_none ? reducer.clear_all() : reducer.zero_all();
   if (!set_to_none)
     reducer.settle_earlier();  // only then it is known which parameters have gradients
-  for_each_slot(state, own, /*is_own=*/true, [&](UnitGradients& unit, size_t slot) {
-    const bool becomes_zeros = !set_to_none && has_gradient(unit, slot);
-    if (becomes_zeros && !reducer.reduces())
-      return for_each_given(unit, slot, [](const at::Tensor& tensor) { tensor.grad().zero_(); });
-    for_each_given(unit, slot, [](const at::Tensor& tensor) { take_gradient(tensor); });
-    becomes_zeros ? unit.zero(slot) : unit.clear(slot);
-  });
+  for_each_slot(state, own, /*is_own=*/true,
+                [&](UnitGradients& unit, size_t slot) { unit.zero_grad(slot, set_to_none); });
 }
 
 }  // namespace tessera

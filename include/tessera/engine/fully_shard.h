@@ -311,7 +311,8 @@ TESSERA_API ShardedModule fully_shard(std::vector<NamedTensor> parameters,
 TESSERA_API bool is_sharded(const at::Tensor& parameter);
 
 /// Returns true if reading `.grad` of `parameter` would throw, as gradients of a sharded model lie
-/// elsewhere: not in a hook that autograd calls for the parameter, and not once the model is gone.
+/// elsewhere: not in a hook that autograd calls for the parameter, and not after the model was
+/// destroyed.
 TESSERA_API bool keeps_grad_elsewhere(const at::Tensor& parameter);
 
 }  // namespace tessera
