@@ -105,7 +105,7 @@ ShardPlan detail::check_group_sharded(const torch::nn::Module& model,
     plan = group_sharded_plan(model, level, options);
     TORCH_CHECK_VALUE(!model.parameters().empty(),
                       "[group_sharded_parallel] the model must have parameters; it has none");
-    check_not_lbfgs("group_sharded_parallel", optimizer);
+    check_class("group_sharded_parallel", optimizer);
     TORCH_CHECK_NOT_IMPLEMENTED(plan.partition == Partition::kWholeParam || options.elementwise ||
                                     steps_elementwise(optimizer),
                                 "[group_sharded_parallel] the optimizer must be elementwise, as "

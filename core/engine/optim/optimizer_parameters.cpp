@@ -59,13 +59,16 @@ void check_optimized_once(const char* function, const std::vector<NamedTensor>& 
   }
 }
 
-void check_not_lbfgs(const char* function, const torch::optim::Optimizer& optimizer) {
+void check_class(const char* function, const torch::optim::Optimizer& optimizer) {
   const ForeignOptimizer* const foreign = as_foreign(optimizer);
   const bool is_lbfgs = foreign ? foreign->kind() == "LBFGS"
                                 : dynamic_cast<const torch::optim::LBFGS*>(&optimizer) != nullptr;
   TORCH_CHECK_NOT_IMPLEMENTED(!is_lbfgs, "[", function,
                               "] the optimizer must be elementwise; got LBFGS, whose step needs "
                               "products over all parameters, which shards don't give");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !foreign || foreign->kind() != "SparseAdam", "[", function,
+      "] the optimizer must take dense gradients; got SparseAdam: use Adam");
 }
 
 bool steps_elementwise(const torch::optim::Optimizer& optimizer) {

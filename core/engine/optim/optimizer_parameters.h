@@ -19,8 +19,8 @@ void check_optimized_once(const char* function, const std::vector<NamedTensor>& 
                           const std::vector<const torch::optim::Optimizer*>& optimizers);
 
 /// Throws `c10::NotImplementedError` for LBFGS, of LibTorch or of another language, whose step
-/// needs products over all parameters.
-void check_not_lbfgs(const char* function, const torch::optim::Optimizer& optimizer);
+/// needs products over all parameters, and for SparseAdam, which steps sparse gradients alone.
+void check_class(const char* function, const torch::optim::Optimizer& optimizer);
 
 /// Returns true if the optimizer's step is known to treat each element of a parameter by itself:
 /// for the exact classes of `OptimizerKinds`, as a derived one may step differently, and a

@@ -154,7 +154,7 @@ bool has_only(const torch::optim::Optimizer& optimizer, const std::vector<Segmen
 
 void check_optimizer(const ShardedState& state, const torch::optim::Optimizer& optimizer,
                      bool elementwise, const std::vector<Segment>& adopted) {
-  check_not_lbfgs("ShardedOptimizer", optimizer);
+  check_class("ShardedOptimizer", optimizer);
   std::vector<NamedTensor> params = parameters_of(state);
   for (const Segment& segment : adopted)
     params.push_back({state.slot(segment.place).name(), segment.held});
