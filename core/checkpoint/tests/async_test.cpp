@@ -91,6 +91,28 @@ TEST(AsyncCheckpoint, AnErrorComesWithTheNextCallOnEveryRankAndNothingIsLost) {
   EXPECT_EQ(names_in(scratch / ""), std::vector<std::string>{"one"});
 }
 
+// Rank 0, which publishes the checkpoint, waits for the part of the other.
+TEST(AsyncCheckpoint, AnErrorOfAnotherRankEndsTheWaitForItsPart) {
+  const ScratchDirectory scratch;
+  run_world(2, [&](World& world) {
+    const auto module = on_test_device(std::make_shared<torch::nn::LinearImpl>(100, 3));
+    auto sharded = fully_shard(
+        module, {.partition = Partition::kWholeParam, .owners = {{"weight", 1}, {"bias", 0}}});
+    AsyncCheckpointer checkpointer;
+    std::optional<FileSizeLimit> limit;
+    if (world.rank() == 0) limit.emplace(1000);
+    world.process_group()->barrier({"test"});
+    checkpointer.save(scratch / "one", sharded, nullptr);
+    if (world.rank() == 1) {
+      while (checkpointer.is_busy()) std::this_thread::yield();
+    } else {
+      EXPECT_TRUE(checkpointer.is_busy());
+    }
+    expect_contains(error_of([&] { checkpointer.wait(); }), {"could not write", "one.tmp/rank-"});
+  });
+  EXPECT_EQ(names_in(scratch / ""), std::vector<std::string>());
+}
+
 TEST(AsyncCheckpoint, AnErrorThatNobodyAskedForIsPrinted) {
   const ScratchDirectory scratch;
   ::testing::internal::CaptureStderr();
