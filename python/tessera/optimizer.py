@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _C
+from .foreign import refuse_rank_zero_alone
 from .sharded_module import ShardedModule
 
 # Their fused operators step all parameters of a group at once, also on the CPU.
@@ -156,6 +160,54 @@ class InnerOptimizer(torch.optim.Optimizer):
         return f"{type(self).__name__}({self.optimizer!r})"
 
 
+class _Deferred(dict):
+    """Calls at the end of a backward, by number of the optimizer. Goes with the backward, also if that fails."""
+
+
+_deferred: "weakref.WeakValueDictionary[int, _Deferred]" = weakref.WeakValueDictionary()  # by backward
+_settled = [-1]  # backwards that don't run, or are at their end
+_numbers = itertools.count()
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def _call_after_backward(number: int, call: Callable) -> None:
+    """Makes a call at once, or at the end of the backward that runs; then optimizers take turns in the order in which they
+    were made, which is the same on all ranks."""
+    task = torch._C._current_graph_task_id()
+    if task in _settled:
+        return call()
+    deferred = _deferred.get(task)
+    if deferred is None:
+        deferred = _deferred[task] = _Deferred()
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        queue(lambda: queue(lambda: _call_deferred(task, deferred)))  # after the engine's own, which end the model's backward
+    deferred.setdefault(number, []).append(call)
+
+
+def _call_deferred(task: int, deferred: _Deferred) -> None:
+    _settled.append(task)
+    try:
+        for _, calls in sorted(deferred.items()):
+            for call in calls:
+                call()
+    finally:
+        _settled.remove(task)
+
+
+def _refuse_in_backward(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+    # A hook of a parameter sees this rank's own gradient.
+    in_hook = torch._C._current_graph_task_id() not in _settled and not isinstance(optimizer, InnerOptimizer)
+    if in_hook and any(map(_C.is_sharded, _params_of(optimizer))):
+        raise RuntimeError("[tessera] a plain optimizer can't step parameters of a sharded model during backward, when their "
+                           "gradients are not reduced yet: give the hook a ShardedOptimizer, which steps when backward ends")
+
+
+register_optimizer_step_pre_hook(_refuse_in_backward)
+
+
 def _refuse_state(optimizer: torch.optim.Optimizer, *state_dict) -> None:
     raise RuntimeError("[ShardedOptimizer] the optimizer inside has this rank's part of the state only: use state_dict() and "
                        "load_state_dict() of the ShardedOptimizer")
@@ -178,6 +230,12 @@ class ShardedOptimizer(InnerOptimizer):
                  max_grad_norm: float = 0.0):
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"ShardedOptimizer takes an optimizer of torch.optim; got {type(optimizer).__name__}")
+        own = {id(param) for param in model.module.parameters()}
+        for i, group in enumerate(optimizer.param_groups):
+            for j, param in enumerate(group["params"]):
+                if id(param) not in own and _C.is_sharded(param):
+                    raise ValueError(f"[ShardedOptimizer] parameter {j} of param group {i}, of shape {list(param.shape)}, is "
+                                     "one of another sharded module: make an optimizer for each module")
         if fused:
             use_fused(optimizer)
         self._attach(model, optimizer, _C.Optimizer(model._model, optimizer, max_grad_norm))
@@ -186,8 +244,15 @@ class ShardedOptimizer(InnerOptimizer):
         self._become(optimizer)
         self._model = model
         self._sharded = sharded
-        self._guards = [optimizer.register_state_dict_pre_hook(_refuse_state),
+        self._number = next(_numbers)
+        self._guards = [optimizer.register_step_pre_hook(self._refuse_step), optimizer.register_state_dict_pre_hook(_refuse_state),
                         optimizer.register_load_state_dict_pre_hook(_refuse_state)]
+
+    def _refuse_step(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+        param = next(_params_of(optimizer))
+        if self._sharded.part_of(param) is not param:  # outside of step(), which lends it the parts
+            raise RuntimeError("[ShardedOptimizer] the optimizer inside is stepped by the ShardedOptimizer: call that one's "
+                               "step()")
 
     @property
     def state(self) -> MutableMapping[torch.Tensor, dict]:
@@ -199,17 +264,18 @@ class ShardedOptimizer(InnerOptimizer):
 
     def step(self, closure=None):
         """Waits for the reductions, and updates this rank's shards. Collective. Evaluates `closure` first, if there is
-        one, and returns its loss. Raises if there was no backward since `zero_grad()`."""
+        one, and returns its loss. Raises if there was no backward since `zero_grad()`. In a hook that runs during backward,
+        as `register_post_accumulate_grad_hook()` makes them, it steps when that backward ends; so does `zero_grad()`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._sharded.step()
+        _call_after_backward(self._number, self._sharded.step)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the optimizer's own parameters, or sets them to zero. All ranks must call it."""
-        self._sharded.zero_grad(set_to_none)
+        _call_after_backward(self._number, lambda: self._sharded.zero_grad(set_to_none))
 
     def add_param_group(self, param_group: dict) -> None:
         """Adds parameters of the model, say to unfreeze layers; all ranks must add the same."""
@@ -222,6 +288,7 @@ class ShardedOptimizer(InnerOptimizer):
     def state_dict(self, recipient: int | None = None) -> dict:
         """Returns the whole state, as the optimizer inside would have it without sharding, on all ranks, or on rank
         `recipient` alone (`state` is empty on the others). Collective."""
+        refuse_rank_zero_alone()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         state = self._sharded.full_state_dict(-1 if recipient is None else recipient)

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from . import _C
+from .foreign import refuse_wrapping
 
-_plain_grad = torch.Tensor.grad
+_plain_grad, _plain_data = torch.Tensor.grad, torch.Tensor.data
 
 
 def _read_grad(self):
@@ -32,6 +33,13 @@ def _write_grad(self, value):
 
 def _delete_grad(self):
     _write_grad(self, None)
+
+
+def _write_data(self, value):
+    if value.dtype != self.dtype or value.device != self.device:
+        raise RuntimeError(f"[tessera] a sharded model can't be moved from {self.dtype} on {self.device} to {value.dtype} on "
+                           f"{value.device}: call to(), half(), cuda()... before fully_shard(), or choose param_dtype there")
+    _plain_data.__set__(self, value)
 
 
 def _numpy(self, *args, **kwargs):
@@ -56,8 +64,10 @@ def _reduce(self, protocol):
 @functools.cache
 def _sharded_class(base: type) -> type:
     return type(base)("Sharded" + base.__name__, (base,), {
-        "grad": property(_read_grad, _write_grad, _delete_grad), "numpy": _numpy, "__deepcopy__": _deepcopy,
+        "grad": property(_read_grad, _write_grad, _delete_grad), "data": property(_plain_data.__get__, _write_data),
+        "numpy": _numpy, "__deepcopy__": _deepcopy,
         "__reduce_ex__": _reduce, "__module__": __name__, "_plain_class": base,
+        "_fsdp_flattened": property(refuse_wrapping), "_fsdp_orig_uid": property(refuse_wrapping),  # what FSDP asks for first
         "__doc__": "A parameter of a sharded model."})
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from . import _C
+from .foreign import mark_plain, mark_sharded, refuse_rank_zero_alone
 from .parameter import make_plain, make_sharded
 from .sharded_grad import ShardedGrad
 from .world import resolve_group
@@ -76,10 +77,12 @@ class Wrapper(nn.Module):
         self._hooks = gather_in_state_dict(self.module)
         for parameter, show_grad in shown:
             make_sharded(parameter, show_grad, read_whole)
+        mark_sharded(self.module)
 
     def _give_back(self) -> nn.Module:
         for parameter in self.module.parameters():
             make_plain(parameter)
+        mark_plain(self.module)
         for hook in self._hooks:
             hook.remove()
         return self.module
@@ -98,6 +101,7 @@ class ShardedModule(Wrapper):
     def __init__(self, module: nn.Module, model: _C.Model, plan: Mapping[str, Any]):
         super().__init__(module)
         self._model = model
+        self._gathers = plan.get("level") == "p_g_os" or plan.get("param_dtype") is not None  # in state_dict()
         self._casts_to = plan.get("param_dtype") if plan.get("cast_inputs", True) else None
         shown = weakref.ref(model)
         self._take_over(((parameter, lambda it, name=name: _show_grad(shown(), it, name))
@@ -123,6 +127,8 @@ class ShardedModule(Wrapper):
     def state_dict(self, *args, **kwargs):
         """The module's own `state_dict()`, of whole tensors in the dtype in which they are updated. Collective at "p_g_os", and
         at every level with `param_dtype`."""
+        if self._gathers:
+            refuse_rank_zero_alone()
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):

@@ -69,9 +69,10 @@ void check_parameter(const NamedTensor& named) {
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "[fully_shard] parameter '", named.name,
                     "' must be a dense tensor; got layout ", tensor.layout());
   // Those of a model that is only planned carry the key already.
-  TORCH_CHECK_VALUE(!tensor.is_meta() || tensor.key_set().has(kUnitKey),
-                    "[fully_shard] parameter '", named.name,
-                    "' has no data (device meta): give it values before sharding");
+  TORCH_CHECK_VALUE(
+      !tensor.is_meta() || tensor.key_set().has(kUnitKey), "[fully_shard] parameter '", named.name,
+      "' has no data (device meta): give it values before sharding, or build the model in a scope "
+      "of DeferredInit and not on the meta device");
   TORCH_CHECK_VALUE(unit_of(tensor) == nullptr, "[fully_shard] parameter '", named.name,
                     "' is sharded already: a module can be wrapped only once");
   TORCH_CHECK_VALUE(named.tensor.is_leaf(), "[fully_shard] parameter '", named.name,
