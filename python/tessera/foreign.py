@@ -67,12 +67,9 @@ def mark_plain(module: nn.Module) -> None:
 
 def refuse_rank_zero_alone() -> None:
     """Refuses a collective state dict that transformers.Trainer would make on rank 0 alone."""
-    frame = sys._getframe(2)
-    for _ in range(4):
-        if frame is None or size() == 1:
-            return
-        if frame.f_globals.get("__name__") == "transformers.trainer":
-            raise RuntimeError("[tessera] transformers.Trainer saves on rank 0 alone what all ranks have parts of: use "
-                               "tessera.transformers.Trainer, or put tessera.transformers.SavesTogether before the class of "
-                               "your trainer")
-        frame = frame.f_back
+    callers = sys._getframe(2), sys._getframe(2).f_back  # accelerate's optimizer may lie between
+    names = [frame.f_globals.get("__name__") for frame in callers if frame]
+    if size() > 1 and "transformers.trainer" in names and "tessera.transformers" not in names:
+        raise RuntimeError("[tessera] transformers.Trainer saves on rank 0 alone what all ranks have parts of: use "
+                           "tessera.transformers.Trainer, or put tessera.transformers.SavesTogether before the class of your "
+                           "trainer")

@@ -1,0 +1,107 @@
+"""Trainers of other packages train sharded models, with the losses that they have with their own wrappers."""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "python"
+
+
+def _need(name):
+    """Returns the package's version; skips the test where it is not installed."""
+    pytest.importorskip(name, reason=f"{name} is not installed: ./dev clients installs it")
+    return importlib.metadata.version(name)
+
+
+def _run(script, size, *arguments):
+    """Runs a script on `size` ranks of torchrun; returns its output, and its exit status."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TESSERA_TIMEOUT": "60"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", str(script), *arguments]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    return run.stdout + run.stderr, run.returncode
+
+
+def _numbers(script, size, *arguments):
+    output, status = _run(EXAMPLES / script, size, *arguments)
+    assert status == 0, output
+    return json.loads(next(line for line in output.splitlines() if line.startswith('{"losses"')))
+
+
+def _compare(script, size, folder, plain, *arguments):
+    sharded = _numbers(script, size, str(folder / "sharded"), *arguments)
+    expected = _numbers(script, size, str(folder / "plain"), *arguments, *plain)
+    print(f"{script} on {size} ranks {' '.join(arguments)}: {json.dumps(sharded)}")
+    assert sharded == expected
+    assert sharded["resumed"] == sharded["losses"][-len(sharded["resumed"]):]
+    assert len(set(sharded["losses"])) == len(sharded["losses"])
+
+
+@pytest.mark.parametrize("size, arguments", [(1, []), (2, []), (2, ["--bf16"]), (2, ["--level", "os_g"])])
+def test_trainer(tmp_path, size, arguments):
+    print("transformers", _need("transformers"), "accelerate", _need("accelerate"))
+    _compare("trainer_hf.py", size, tmp_path, ["--plain"], *arguments)
+    assert (tmp_path / "sharded" / "checkpoint-8" / "config.json").exists()
+
+
+@pytest.mark.parametrize("size, arguments", [(1, []), (2, []), (2, ["--bf16"]), (2, ["--level", "os"])])
+def test_accelerate(tmp_path, size, arguments):
+    print("accelerate", _need("accelerate"))
+    _compare("accelerate_loop.py", size, tmp_path, ["--plain"], *arguments)
+
+
+@pytest.mark.parametrize("size, arguments", [(1, []), (2, []), (2, ["--precision", "bf16-mixed"])])
+def test_lightning(tmp_path, size, arguments):
+    print("lightning", _need("lightning"))
+    _compare("lightning_fit.py", size, tmp_path, ["--strategy", "ddp"], *arguments)
+
+
+TRAINER_ALONE = """
+import sys, torch, tessera
+sys.path.insert(0, {examples!r})
+import trainer_hf, transformers
+trainer_hf.Trainer = transformers.Trainer
+class Given: folder, plain, level, bf16 = sys.argv[1], False, "p_g_os", False
+trainer = trainer_hf.make_trainer(Given)
+if sys.argv[2] == "saves": trainer.train()
+trainer.args.eval_strategy = trainer.args.save_strategy = "no"
+trainer.args.load_best_model_at_end = False
+if sys.argv[2] == "sharded":
+    trainer.optimizer = tessera.ShardedOptimizer(trainer.model, torch.optim.AdamW(trainer.model.parameters(), 1e-2), fused=False)
+trainer.train()
+if trainer.is_world_process_zero(): print("losses", trainer_hf.logged(trainer, "loss"))
+"""
+
+
+def test_transformers_own_trainer(tmp_path):
+    _need("transformers")
+    script = tmp_path / "alone.py"
+    script.write_text(TRAINER_ALONE.format(examples=str(EXAMPLES)))
+    expected = _numbers("trainer_hf.py", 2, str(tmp_path / "expected"))["losses"]
+    output, status = _run(script, 2, str(tmp_path / "alone"), "plain")
+    assert status == 0 and f"losses {expected}" in output, output
+    output, status = _run(script, 2, str(tmp_path / "alone"), "sharded")
+    assert status == 0 and "losses [" in output, output
+    output, status = _run(script, 2, str(tmp_path / "saves"), "saves")
+    assert status != 0 and "saves on rank 0 alone what all ranks have parts of: use tessera.transformers.Trainer" in output
+
+
+LIGHTNING_REFUSED = """
+import sys, lightning
+sys.path.insert(0, {examples!r})
+import lightning_fit
+trainer = lightning.Trainer(accelerator="cpu", devices=1, strategy="tessera", sync_batchnorm=True, logger=False, max_epochs=1)
+trainer.fit(lightning_fit.Regression(), lightning_fit.make_loader(16, 1))
+"""
+
+
+def test_sync_batchnorm_on_the_cpu_is_refused(tmp_path):
+    _need("lightning")
+    script = tmp_path / "refused.py"
+    script.write_text(LIGHTNING_REFUSED.format(examples=str(EXAMPLES)))
+    output, status = _run(script, 1)
+    assert status != 0 and "sync_batchnorm=True needs an accelerator" in output, output
