@@ -245,10 +245,12 @@ class ShardedOptimizer(InnerOptimizer):
         self._model = model
         self._sharded = sharded
         self._number = next(_numbers)
-        self._guards = [optimizer.register_step_pre_hook(self._refuse_step), optimizer.register_state_dict_pre_hook(_refuse_state),
+        refuse = weakref.WeakMethod(self._refuse_step)  # the engine's own references to the optimizer are not seen by gc
+        self._guards = [optimizer.register_step_pre_hook(lambda it, *_: refuse() and refuse()(it)),
+                        optimizer.register_state_dict_pre_hook(_refuse_state),
                         optimizer.register_load_state_dict_pre_hook(_refuse_state)]
 
-    def _refuse_step(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+    def _refuse_step(self, optimizer: torch.optim.Optimizer) -> None:
         param = next(_params_of(optimizer))
         if self._sharded.part_of(param) is not param:  # outside of step(), which lends it the parts
             raise RuntimeError("[ShardedOptimizer] the optimizer inside is stepped by the ShardedOptimizer: call that one's "

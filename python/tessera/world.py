@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -168,6 +169,9 @@ def spawn(fn: Callable, nprocs: int, args: tuple = (), *, threads_per_rank: int 
     """
     if nprocs < 1:
         raise ValueError(f"[spawn] nprocs must be positive; got {nprocs}")
+    if start_method != "fork" and fn.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        raise ValueError(f"[spawn] processes that are started by \"{start_method}\" can't find {fn!r}, as it was defined in an "
+                         "interactive interpreter: pass start_method=\"fork\", or put it into a module")
     threads = threads_per_rank or max(1, torch.get_num_threads() // nprocs)
     torch.multiprocessing.start_processes(_run_rank, (fn, args, nprocs, _free_port(), threads), nprocs=nprocs,
                                           start_method=start_method)
