@@ -21,7 +21,8 @@ def _need(name):
 def _run(script, size, *arguments):
     """Runs a script on `size` ranks of torchrun; returns its output, and its exit status."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TESSERA_TIMEOUT": "60"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", str(script), *arguments]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    command = [*launcher, str(script), *arguments]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     return run.stdout + run.stderr, run.returncode
 
@@ -71,7 +72,8 @@ if sys.argv[2] == "saves": trainer.train()
 trainer.args.eval_strategy = trainer.args.save_strategy = "no"
 trainer.args.load_best_model_at_end = False
 if sys.argv[2] == "sharded":
-    trainer.optimizer = tessera.ShardedOptimizer(trainer.model, torch.optim.AdamW(trainer.model.parameters(), 1e-2), fused=False)
+    optimizer = torch.optim.AdamW(trainer.model.parameters(), 1e-2)
+    trainer.optimizer = tessera.ShardedOptimizer(trainer.model, optimizer, fused=False)
 trainer.train()
 if trainer.is_world_process_zero(): print("losses", trainer_hf.logged(trainer, "loss"))
 """

@@ -57,6 +57,10 @@ def _steps(model, optimizer, first, last, rows):
         optimizer.step()
 
 
+def _all_rows(size):
+    return lambda step: [(part, 1 / size) for part in batch(step).view(size, -1, 6)]
+
+
 def _plain_optimizers(size):
     for level in LEVELS:
         rows = lambda step: [(my_rows(batch(step)), 1)]
@@ -69,7 +73,7 @@ def _plain_optimizers(size):
         _steps(sharded[1], plain, 0, 2, rows)
         _steps(sharded[1], tessera.ShardedOptimizer(sharded[1], plain, fused=False), 2, 4, rows)
         alone = make_net()
-        _steps(alone, _adamw(alone.parameters()), 0, 4, lambda step: [(part, 1 / size) for part in batch(step).view(size, -1, 6)])
+        _steps(alone, _adamw(alone.parameters()), 0, 4, _all_rows(size))
         for model in sharded:
             for name, value in model.state_dict().items():
                 assert torch.equal(value, alone.state_dict()[name]), (level, name)
@@ -134,7 +138,8 @@ def _hooked(level, make_optimizers):
     """Trains 3 steps with optimizers that step in hooks of the parameters."""
     net = make_net()
     sharded = tessera.fully_shard(net, level=level)
-    step_of = make_optimizers(sharded, [param for name, param in net.named_parameters() if param.requires_grad and name != "unused"])
+    used = [param for name, param in net.named_parameters() if param.requires_grad and name != "unused"]
+    step_of = make_optimizers(sharded, used)
     for param, step in step_of.items():
         param.register_post_accumulate_grad_hook(step)
     for step in range(3):
@@ -174,7 +179,7 @@ def _plain_for_each(sharded, params):
 
 def _all_hooked(size):
     alone = make_net()
-    _steps(alone, _adamw(alone.parameters()), 0, 3, lambda step: [(part, 1 / size) for part in batch(step).view(size, -1, 6)])
+    _steps(alone, _adamw(alone.parameters()), 0, 3, _all_rows(size))
     for level in LEVELS:
         for make_optimizers in (_one_for_each, _one_for_all):
             for name, value in _hooked(level, make_optimizers).items():
