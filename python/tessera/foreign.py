@@ -35,15 +35,18 @@ class _Prepared:
         self._module = weakref.ref(module)
 
     def __bool__(self):
-        state = sys.modules.get("accelerate.state")
-        precision = state.AcceleratorState._shared_state.get("_mixed_precision") if state else None
+        accelerate = sys.modules.get("accelerate")
+        state = accelerate.state.AcceleratorState._shared_state if accelerate else {}
+        precision, compiles = state.get("_mixed_precision"), state.get("dynamo_plugin")
+        if precision == "fp8" or compiles and compiles.backend != "NO":
+            raise ValueError("[tessera] accelerate can't turn on fp8 or torch.compile for a sharded module: call torch.compile() "
+                             "on what fully_shard() returned, before prepare()")
         module = self._module()
         if precision in ("bf16", "fp16") and "_original_forward" not in module.__dict__:
-            from accelerate.utils import convert_outputs_to_fp32
-            from accelerate.utils.modeling import get_mixed_precision_context_manager
-            forward = get_mixed_precision_context_manager(native_amp=True)(module.forward.__func__)
-            module._original_forward = module.forward
-            module.forward = types.MethodType(convert_outputs_to_fp32(forward), module)
+            autocast = accelerate.utils.modeling.get_mixed_precision_context_manager(native_amp=True)
+            module._original_forward = bound = module.forward
+            forward = accelerate.utils.convert_outputs_to_fp32(autocast(getattr(bound, "__func__", bound)))
+            module.forward = types.MethodType(forward, module) if hasattr(bound, "__func__") else forward
         return True
 
     def __deepcopy__(self, memo):

@@ -107,3 +107,18 @@ def test_sync_batchnorm_on_the_cpu_is_refused(tmp_path):
     script.write_text(LIGHTNING_REFUSED.format(examples=str(EXAMPLES)))
     output, status = _run(script, 1)
     assert status != 0 and "sync_batchnorm=True needs an accelerator" in output, output
+
+
+ACCELERATE_COMPILES = """
+import accelerate, torch, tessera
+accelerator = accelerate.Accelerator(cpu=True, dynamo_backend="eager")
+accelerator.prepare(tessera.fully_shard(torch.nn.Linear(5, 3)))
+"""
+
+
+def test_options_of_accelerate_that_would_not_be_obeyed_are_refused(tmp_path):
+    _need("accelerate")
+    script = tmp_path / "refused.py"
+    script.write_text(ACCELERATE_COMPILES)
+    output, status = _run(script, 1)
+    assert status != 0 and "accelerate can't turn on fp8 or torch.compile for a sharded module" in output, output
