@@ -82,6 +82,7 @@ void bind_model(py::module_& module) {
   py::class_<ShardedModule>(module, "Model")
       .def("no_sync", [](const ShardedModule& model) { return NoSyncScope(model); })
       .def("keep_unsharded", [](const ShardedModule& model) { return KeepUnshardedScope(model); })
+      .def("set_resident_bytes", &ShardedModule::set_resident_bytes)
       .def("begin_forward", &ShardedModule::begin_forward, Waits())
       .def("sync_buffers", &ShardedModule::sync_buffers, py::arg("blocking") = true, Waits())
       .def("reduce", &ShardedModule::reduce, Waits())

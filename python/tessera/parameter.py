@@ -46,6 +46,12 @@ def _numpy(self, *args, **kwargs):
     return self.detach().clone().numpy(*args, **kwargs)
 
 
+def _full_tensor(self):
+    """Returns a copy of the whole value, in the dtype in which it is updated. Collective."""
+    with torch.no_grad():
+        return self._read_whole(self)
+
+
 def _deepcopy(self, memo):
     # A copy of the module is an ordinary one, with the values of now.
     if id(self) not in memo:
@@ -65,9 +71,9 @@ def _reduce(self, protocol):
 def _sharded_class(base: type) -> type:
     return type(base)("Sharded" + base.__name__, (base,), {
         "grad": property(_read_grad, _write_grad, _delete_grad), "data": property(_plain_data.__get__, _write_data),
-        "numpy": _numpy, "__deepcopy__": _deepcopy,
-        "__reduce_ex__": _reduce, "__module__": __name__, "_plain_class": base,
+        "numpy": _numpy, "full_tensor": _full_tensor, "__deepcopy__": _deepcopy, "__reduce_ex__": _reduce,
         "_fsdp_flattened": property(refuse_wrapping), "_fsdp_orig_uid": property(refuse_wrapping),  # what FSDP asks for first
+        "__module__": __name__, "_plain_class": base,
         "__doc__": "A parameter of a sharded model."})
 
 

@@ -199,5 +199,6 @@ def _unscale(grads: list, found_inf: torch.Tensor, inverse: torch.Tensor) -> Non
     found = torch.zeros_like(found_inf)
     if parts:
         torch._amp_foreach_non_finite_check_and_unscale_(parts, found, inverse)
-    if sharded[0]._model.any_rank(bool(found)):
-        found_inf.fill_(1.0)
+    for model in dict.fromkeys(grad._model for grad in sharded):
+        if model.any_rank(bool(found)):
+            found_inf.fill_(1.0)

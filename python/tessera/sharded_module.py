@@ -45,6 +45,35 @@ def gather_in_state_dict(module: nn.Module) -> list:
     return [submodule._register_state_dict_hook(_gather) for submodule in module.modules()]
 
 
+def names_in_state(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """Yields the names and tensors that a state dict of the module has."""
+    persistent = set()
+    for prefix, submodule in module.named_modules(remove_duplicate=False):
+        for name in submodule._buffers:
+            if name not in submodule._non_persistent_buffers_set:
+                persistent.add(f"{prefix}.{name}" if prefix else name)
+    parameters, buffers = named_tensors(module)
+    yield from parameters
+    yield from ((name, buffer) for name, buffer in buffers if name in persistent)
+
+
+def take_values(module: nn.Module, load: Callable, state_dict: Mapping[str, torch.Tensor], strict: bool):
+    """Lets `load`, the module's own function, load a state dict into places that are empty; returns its result, and the
+    values by name."""
+    places = [(submodule, kind, name, tensor) for submodule in module.modules()
+              for kind in ("_parameters", "_buffers") for name, tensor in getattr(submodule, kind).items()
+              if tensor is not None]
+    try:
+        for submodule, kind, name, tensor in places:
+            empty = torch.empty_like(tensor, device="meta")
+            getattr(submodule, kind)[name] = nn.Parameter(empty, tensor.requires_grad) if kind == "_parameters" else empty
+        result = load(state_dict, strict, assign=True)
+        return result, {name: tensor.detach() for name, tensor in names_in_state(module) if not tensor.is_meta}
+    finally:
+        for submodule, kind, name, tensor in places:
+            getattr(submodule, kind)[name] = tensor
+
+
 @functools.lru_cache(maxsize=None)
 def _class_like(base: type, forward: Callable) -> type:
     """Returns a class derived from `base` whose `forward` has the signature of `forward`, a method."""
@@ -137,7 +166,7 @@ class ShardedModule(Wrapper):
             raise ValueError("[load_state_dict] assign=True would replace parameters that are sharded; leave it out")
         result, given, error = None, {}, None
         try:
-            result, given = self._take_values(state_dict, strict)
+            result, given = take_values(self.module, self.module.load_state_dict, state_dict, strict)
         except Exception as failure:
             error = failure
         if self._model.any_rank(error is not None):
@@ -146,32 +175,9 @@ class ShardedModule(Wrapper):
         self.load_full_state(given, strict=False)
         return result
 
-    def _take_values(self, state_dict, strict: bool):
-        """Lets the module's own functions and hooks load a state dict into places that are empty; returns their result, and
-        the values by name."""
-        places = [(submodule, kind, name, tensor) for submodule in self.module.modules()
-                  for kind in ("_parameters", "_buffers") for name, tensor in getattr(submodule, kind).items()
-                  if tensor is not None]
-        try:
-            for submodule, kind, name, tensor in places:
-                empty = torch.empty_like(tensor, device="meta")
-                getattr(submodule, kind)[name] = nn.Parameter(empty, tensor.requires_grad) if kind == "_parameters" else empty
-            result = self.module.load_state_dict(state_dict, strict, assign=True)
-            return result, {name: tensor.detach() for name, tensor in self.full_names() if not tensor.is_meta}
-        finally:
-            for submodule, kind, name, tensor in places:
-                getattr(submodule, kind)[name] = tensor
-
     def full_names(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Yields the names and tensors that a state dict has."""
-        persistent = set()
-        for prefix, submodule in self.module.named_modules(remove_duplicate=False):
-            for name in submodule._buffers:
-                if name not in submodule._non_persistent_buffers_set:
-                    persistent.add(f"{prefix}.{name}" if prefix else name)
-        parameters, buffers = named_tensors(self.module)
-        yield from parameters
-        yield from ((name, buffer) for name, buffer in buffers if name in persistent)
+        return names_in_state(self.module)
 
     def no_sync(self):
         """A context in which backward keeps this rank's own gradients, and sends nothing; the next backward after it

@@ -56,6 +56,15 @@ const std::shared_ptr<ShardedState>& ShardedModule::state() const {
   return state_;
 }
 
+void ShardedModule::set_resident_bytes(int64_t nbytes) {
+  const ShardPlan& plan = state()->plan();
+  TORCH_CHECK_VALUE(nbytes >= -1 && !plan.memory_budget,
+                    "[set_resident_bytes] the bytes must be -1 (no limit) or more, in a model "
+                    "without plan.memory_budget; got ",
+                    nbytes);
+  state()->residency().set_limits({.resident_bytes = nbytes, .prefetch = plan.prefetch});
+}
+
 void ShardedModule::begin_forward() {
   ShardedState& model = *state();
   if (at::GradMode::is_enabled()) model.reducer().lockstep().begin_forward();

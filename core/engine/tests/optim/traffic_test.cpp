@@ -187,4 +187,19 @@ TEST_P(Traffic, ResidentBytesBoundTheGatheredParameters) {
   });
 }
 
+TEST_P(Traffic, ResidentBytesCanBeSetAnewFromTheNextStepOn) {
+  if (ranks() == 1) return;
+  run_world(ranks(), [&](World& world) {
+    Job job(world, {.unit_bytes = 6000, .prefetch = 0});
+    const int64_t freed = job.count_step().all_gather.calls;
+    job.sharded.set_resident_bytes(-1);
+    job.count_step();
+    EXPECT_EQ(job.count_step().all_gather.calls, job.units());
+    job.sharded.set_resident_bytes(0);
+    job.count_step();
+    EXPECT_EQ(job.count_step().all_gather.calls, freed);
+    expect_error([&] { job.sharded.set_resident_bytes(-2); }, {"set_resident_bytes", "-2"});
+  });
+}
+
 }  // namespace tessera::testing::traffic_test

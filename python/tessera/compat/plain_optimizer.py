@@ -1,0 +1,244 @@
+"""Lets plain optimizers of `torch.optim` step parameters that are sharded.
+
+PyTorch calls a function of ours before each step of any optimizer. Where an optimizer has sharded parameters, it lets the step
+run on a stand-in: an object of the optimizer's class that steps this rank's parts as soon as the step reads `param_groups`. So
+closure and hooks run as ever, before it, and see the optimizer itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from .. import _C
+from ..optimizer import InnerOptimizer, _StateByParameter
+
+_HOOKS = tuple(f"_optimizer_{kind}_hooks" for kind in (
+    "step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"))
+_OWN = frozenset(("param_groups", "state", "step", "_steps_sharded", *_HOOKS))
+
+before_first_step: list[Callable[[Iterable[torch.Tensor]], None]] = []  # called with the parameters of an optimizer
+
+
+class Place:
+    """Where a parameter is: in which model of the engine, under which name."""
+
+    belongs_to_one_parameter = True  # copies of the parameter have none
+
+    def __init__(self, model: _C.Model, name: str):
+        self.model, self.name = model, name
+
+
+class GradHooks:
+    """Post-accumulate hooks of a parameter, in place of PyTorch's: called at the end of backward, with the reduced gradient."""
+
+    belongs_to_one_parameter = True
+
+    def __init__(self, parameter: torch.Tensor, call_at_end: Callable[[], None]):
+        earlier = parameter._post_accumulate_grad_hooks
+        self.hooks = OrderedDict() if earlier is None else earlier
+        self._parameter, self._call_at_end, self._notices = weakref.ref(parameter), call_at_end, False
+        if earlier is not None:
+            parameter._post_accumulate_grad_hooks = OrderedDict()  # None would leave PyTorch's own list as it is
+            self._notice()
+
+    def _notice(self) -> None:
+        if not self._notices and self._parameter().requires_grad:
+            self._notices = True
+            self._parameter().register_hook(lambda _: self._call_at_end())
+
+    def __call__(self, hook: Callable) -> RemovableHandle:
+        handle = RemovableHandle(self.hooks)
+        self.hooks[handle.id] = hook
+        self._notice()
+        return handle
+
+
+def place_of(parameter: torch.Tensor) -> Place | None:
+    return parameter.__dict__.get("_place")
+
+
+def _no_hooks() -> dict[str, OrderedDict]:
+    return {hooks: OrderedDict() for hooks in _HOOKS}
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _model_of(parameter: torch.Tensor) -> _C.Model | None:
+    place = place_of(parameter)
+    return place.model if place else None
+
+
+class _Sharded:
+    """The steps of one optimizer with sharded parameters. For each model, and for the parameters that are in none, it has an
+    optimizer of the same class and options over these alone; all share one state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        whole = optimizer.state
+        numbers = {id(param): number for number, param in enumerate(_parameters_of(optimizer))}
+        self._optimizer = optimizer
+        self.state: defaultdict = defaultdict(dict)
+        self._engines: dict[_C.Model, tuple[torch.optim.Optimizer, _C.Optimizer]] = {}
+        self._rest = self._alike()
+        self.refresh()
+        optimizer._steps_sharded = self
+        optimizer.state = _StateByParameter(self, self._key)
+        if whole:  # loaded before the first step
+            groups = [{**group, "params": [numbers[id(param)] for param in group["params"]]} for group in self.param_groups]
+            self._load({"state": {numbers[id(param)]: state for param, state in whole.items()}, "param_groups": groups})
+            self.state.update((param, state) for param, state in whole.items() if _model_of(param) is None)
+        optimizer.register_state_dict_post_hook(lambda _, state_dict: self._whole(state_dict))
+        optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._before_load(state_dict))
+        optimizer.register_load_state_dict_post_hook(lambda _: self._after_load())
+
+    @property
+    def param_groups(self) -> list[dict]:
+        return self._optimizer.param_groups
+
+    def _alike(self) -> torch.optim.Optimizer:
+        alike = object.__new__(type(self._optimizer))
+        alike.__dict__.update(_no_hooks(), param_groups=[], state=self.state, _steps_sharded=None)
+        return alike
+
+    def _show_groups(self, alike: torch.optim.Optimizer, model: _C.Model | None) -> None:
+        """Gives it the options of now, and those of the parameters that are in `model`."""
+        alike.__dict__.update((name, value) for name, value in self._optimizer.__dict__.items() if name not in _OWN)
+        for number, group in enumerate(self.param_groups):
+            own = dict(group, params=[param for param in group["params"] if _model_of(param) is model])
+            if number < len(alike.param_groups):
+                alike.param_groups[number].update(own)
+            else:
+                alike.param_groups.append(own)
+
+    def refresh(self) -> None:
+        """Takes over options that were changed, and parameters that were added."""
+        self._show_groups(self._rest, None)
+        for model in dict.fromkeys(map(_model_of, _parameters_of(self._optimizer))):
+            if model is not None and model not in self._engines:
+                alike = self._alike()
+                self._show_groups(alike, model)
+                self._engines[model] = alike, _C.Optimizer(model, alike, 0.0)
+        for model, (alike, _) in self._engines.items():
+            self._show_groups(alike, model)
+
+    def _key(self, parameter: torch.Tensor) -> torch.Tensor:
+        model = _model_of(parameter)
+        return parameter if model is None else self._engines[model][1].part_of(parameter)
+
+    def step(self) -> None:
+        self.refresh()
+        for model, (alike, engine) in self._engines.items():
+            if any(model.has_grad(param) for param in _parameters_of(alike)):
+                engine.step()
+        if _parameters_of(self._rest):
+            self._rest.step()
+        for alike in (self._rest, *(alike for alike, _ in self._engines.values())):
+            for group, own in zip(self.param_groups, alike.param_groups):
+                group.update((name, own[name]) for name in group if name != "params" and own[name] is not group[name])
+
+    def _numbers(self, parameters: Iterable[torch.Tensor]) -> list[int]:
+        numbers = {id(param): number for number, param in enumerate(_parameters_of(self._optimizer))}
+        return [numbers[id(param)] for param in parameters]
+
+    def _whole(self, state_dict: dict) -> dict:
+        """Returns the state dict that one process would have. Collective."""
+        self.refresh()
+        rest = _parameters_of(self._rest)
+        state = {number: self.state[param] for number, param in zip(self._numbers(rest), rest) if param in self.state}
+        for alike, engine in self._engines.values():
+            numbers = self._numbers(_parameters_of(alike))
+            state.update((numbers[own], value) for own, value in engine.full_state_dict(-1)["state"].items())
+        return {**state_dict, "state": dict(sorted(state.items()))}
+
+    def _before_load(self, state_dict: dict) -> dict:
+        order = [key for group in state_dict["param_groups"] for key in group["params"]]
+        numbers = {key: number for number, key in enumerate(order)}
+        self._given = {"param_groups": state_dict["param_groups"],
+                       "state": {numbers[key]: value for key, value in state_dict["state"].items() if key in numbers}}
+        rest = {order[number] for number in self._numbers(_parameters_of(self._rest)) if number < len(order)}
+        return {**state_dict, "state": {key: value for key, value in state_dict["state"].items() if key in rest}}
+
+    def _after_load(self) -> None:
+        rest, self._optimizer.state = self._optimizer.state, _StateByParameter(self, self._key)
+        for param in _parameters_of(self._rest):
+            self.state.pop(param, None)
+        self.state.update(rest)
+        self.refresh()
+        self._load(self.__dict__.pop("_given"))
+
+    def _load(self, whole: dict) -> None:
+        for alike, engine in self._engines.values():
+            numbers = self._numbers(_parameters_of(alike))
+            own = {number: place for place, number in enumerate(numbers)}
+            places = iter(range(len(numbers)))
+            groups = [{**saved, "params": [next(places) for _ in group["params"]]}
+                      for saved, group in zip(whole["param_groups"], alike.param_groups)]
+            state = {own[number]: value for number, value in whole["state"].items() if number in own}
+            engine.load_full_state_dict({"state": state, "param_groups": groups})
+
+
+def _groups_of_stand_in(stand_in) -> list:
+    if not stand_in._has_stepped:
+        stand_in._has_stepped = True
+        if stand_in._closure is not None:
+            with torch.enable_grad():
+                stand_in._closure()
+        stand_in._steps_sharded.step()
+    return []
+
+
+def _called_once(closure: Callable) -> Callable:
+    @functools.cache
+    def call():
+        return closure()
+
+    return call
+
+
+@functools.cache
+def _stand_in_class(kind: type) -> type:
+    return type(kind)(kind.__name__, (kind,), {
+        "param_groups": property(_groups_of_stand_in), "_has_stepped": False, "_closure": None})
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
+    if isinstance(optimizer, InnerOptimizer) or hasattr(optimizer, "_has_stepped"):
+        return None
+    steps = optimizer.__dict__.get("_steps_sharded", False)
+    if steps is None:  # one that the engine steps
+        return None
+    parameters = _parameters_of(optimizer)
+    for call in before_first_step:
+        call(parameters)
+    if not steps:
+        if not any(place_of(param) for param in parameters):
+            return None
+        steps = _Sharded(optimizer)
+    stand_in = object.__new__(_stand_in_class(type(optimizer)))
+    stand_in.__dict__.update(optimizer.__dict__, **_no_hooks())  # which a step() that calls another one would call again
+    # Also a step that reads its groups before it calls the closure steps with the closure's gradients.
+    if len(args) > 1 and callable(args[1]):
+        args = (args[0], _called_once(args[1]), *args[2:])
+        stand_in._closure = args[1]
+    elif callable(kwargs.get("closure")):
+        stand_in._closure = _called_once(kwargs["closure"])
+        kwargs = {**kwargs, "closure": stand_in._closure}
+    return (stand_in, *args[1:]), kwargs
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    if args and args[0] is not optimizer and not getattr(args[0], "_has_stepped", True):
+        raise RuntimeError(f"[fsdp2] step() of {type(optimizer).__name__} has not read its param_groups, so nothing was "
+                           "stepped: it can't step sharded parameters")
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)
