@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 
 import tessera
@@ -600,6 +601,8 @@ def _refuses():
     for broken in (copy.deepcopy, pickle.dumps):
         with pytest.raises(RuntimeError, match="state_dict"):
             broken(inner)
+    with pytest.raises(ValueError, match="positive"):
+        inner.set_reduce_scatter_max_input_buffers(0)
     plain = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     assert type(plain[:1]) is nn.Sequential
     assert fully_shard(nn.ReLU())(torch.ones(1)) == 1  # nothing to shard
@@ -607,6 +610,32 @@ def _refuses():
 
 def test_what_can_not_be_is_refused(ranks):
     ranks(2, _refuses)
+
+
+def _with_ddp():
+    _join()
+    net = make_net()
+    fully_shard(net.blocks[0])
+    outer = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
+    with pytest.raises(RuntimeError, match="leave it out"):
+        outer(tokens_of(0, 0))
+    net, plain = make_net(), make_net()
+    for block in net.blocks:
+        fully_shard(block)
+    replicate(net, find_unused_parameters=True)  # the rest
+    optimizer, alone = ADAMW(net.parameters()), ADAMW(plain.parameters())
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(net, tokens_of(step, tessera.rank())).backward()
+        optimizer.step()
+    for param in (plain.unused,):
+        param.requires_grad_(False)
+    train_alone(plain, alone, 2)
+    assert_equal(net, plain, exact=False)
+
+
+def test_ddp_around_it_is_refused_and_replicate_leaves_it_out(ranks):
+    ranks(2, _with_ddp, joins=False)
 
 
 def test_all_methods_of_fsdp2_exist():

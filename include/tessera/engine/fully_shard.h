@@ -99,9 +99,9 @@ class TESSERA_API ShardedModule {
   };
   [[nodiscard]] KeepUnsharded keep_unsharded();
 
-  /// Sets `ShardPlan::resident_bytes` anew, from the next optimizer step on. Not collective, but all
-  /// ranks must call it with the same number. Throws `c10::ValueError` for a number below -1, and
-  /// if `ShardPlan::memory_budget` chooses it.
+  /// Sets `ShardPlan::resident_bytes` anew, from the next optimizer step on. Not collective, but
+  /// all ranks must call it with the same number. Throws `c10::ValueError` for a number below -1,
+  /// and if `ShardPlan::memory_budget` chooses it.
   void set_resident_bytes(int64_t nbytes);
 
   /// Synchronizes the buffers if the plan says so, but not under `no_sync()`. The wrapper calls

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 from torch.distributed.tensor import DTensor, Shard
@@ -83,6 +85,7 @@ class _Root:
         named: dict[tuple, list[tuple[str, nn.Parameter, _Block]]] = {}
         for name, parameter, block in self._parameters():
             named.setdefault(block.kind(), []).append((name, parameter, block))
+        _check_not_in_ddp(parameter for parameters in named.values() for _, parameter, _ in parameters)
         self.models = []
         _unsharded.discard(self)
         try:
@@ -186,6 +189,14 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise NotImplementedError(f"[fully_shard] parameter '{name}' is a DTensor of torch.distributed; cut parameters over "
                                   "other mesh dims as DistTensors (tessera.distribute_module), and call "
                                   "tessera.fully_shard(mesh_dim=)")
+
+
+def _check_not_in_ddp(parameters: Iterable[nn.Parameter]) -> None:
+    ddp = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    reduced = set(map(id, ddp._module_parameters)) if ddp is not None else ()
+    if any(id(parameter) in reduced for parameter in parameters):
+        raise RuntimeError("[fully_shard] DistributedDataParallel is around a module of fully_shard(), and would reduce its "
+                           "gradients again: leave it out, and call fully_shard() for the outermost module")
 
 
 def _groups_of(mesh: DeviceMesh | None) -> dict[str, Any]:
@@ -355,8 +366,15 @@ class FSDPModule:
 
     set_is_last_backward = set_requires_all_reduce = set_reshard_after_backward = _accept
     set_post_optim_event = set_force_sum_reduction_for_comms = set_reduce_scatter_unused_params = _accept
-    set_reduce_scatter_max_input_buffers = set_separate_reduce_scatter_group = set_unshard_in_backward = _accept
+    set_separate_reduce_scatter_group = set_unshard_in_backward = _accept
     set_allocate_memory_from_process_group_for_comm = _set_unshard_async_op = _accept
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Has no effect: the engine bounds what is in flight by bytes."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int; got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int; got {max_input_buffers}")
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Has no effect: the engine gathers ahead in the order of use that it has seen."""
@@ -469,6 +487,7 @@ def fully_shard(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh | None 
     _move_to(mesh, inside)
     for each in modules:
         each.__dict__["_fsdp2_block"] = block
+        each.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()  # for replicate()
         each.__class__ = _fsdp_class(type(each))
         each.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
         each.register_forward_hook(_after_forward)
