@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from ..parameter import make_sharded
 from ..sharded_module import _read_whole, _show_grad, gather_in_state_dict, take_values
-from ..world import resolve_group
+from ..world import ProcessGroup, init, resolve_group
 from . import plain_optimizer
 from .plain_optimizer import GradHooks, Place, place_of
 
@@ -104,13 +104,14 @@ class _Root:
     def _parameters(self) -> Iterable[tuple[str, nn.Parameter, _Block]]:
         """Yields parameters under all of their names with their blocks: a shared one with the first that has it."""
         found: dict[nn.Parameter, _Block] = {}
+        ignored = set().union(*(block.ignored for block in self.blocks))
         for number, outermost in enumerate(self.block.modules):
             blocks = {"": self.block}
             for prefix, module in outermost.named_modules(remove_duplicate=False):
                 block = module.__dict__.get("_fsdp2_block") or blocks[prefix.rpartition(".")[0]]
                 blocks[prefix] = block
                 for name, parameter in module._parameters.items():
-                    if parameter is None or any((id(module), name) in each.ignored for each in self.blocks):
+                    if parameter is None or (id(module), name) in ignored:
                         continue
                     full = ".".join(filter(None, ("" if len(self.block.modules) == 1 else str(number), prefix, name)))
                     _check_parameter(full, parameter)
@@ -199,9 +200,14 @@ def _check_not_in_ddp(parameters: Iterable[nn.Parameter]) -> None:
                            "gradients again: leave it out, and call fully_shard() for the outermost module")
 
 
+def _all_ranks() -> ProcessGroup:
+    init()
+    return resolve_group(None)
+
+
 def _groups_of(mesh: DeviceMesh | None) -> dict[str, Any]:
     if mesh is None:
-        return {"group": resolve_group(None)}
+        return {"group": _all_ranks()}
     if mesh.ndim == 1:
         return {"group": resolve_group(mesh.get_group())}
     return {"group": resolve_group(mesh.get_group(1)), "replicate_group": resolve_group(mesh.get_group(0))}
@@ -211,7 +217,7 @@ def _set_divide_factor(parameter: nn.Parameter, block: _Block) -> None:
     # The engine takes means over ranks.
     if block.divides_by is not None and parameter.requires_grad and not hasattr(place_of(parameter), "divides"):
         mesh = block.mesh
-        ranks = mesh.size() if mesh is not None else resolve_group(None).size
+        ranks = mesh.size() if mesh is not None else _all_ranks().size
         place_of(parameter).divides = parameter.register_hook(lambda grad: grad * (ranks / block.divides_by))
 
 
@@ -479,8 +485,8 @@ def fully_shard(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh | None 
         if not (placement is None or isinstance(placement, Shard)):
             raise NotImplementedError(f"[fully_shard] shard_placement_fn may return None or a Shard; got {placement}: give "
                                       "parameters of another mesh to a fully_shard() of their own module")
-    ignored = {(id(each), name) for each in inside for name, parameter in each._parameters.items()
-               if parameter is not None and ignored_params and any(parameter is it for it in ignored_params)}
+    left_out = set(map(id, ignored_params or ()))
+    ignored = {(id(each), name) for each in inside for name, parameter in each._parameters.items() if id(parameter) in left_out}
     block = _Block(modules, mesh, mp_policy, isinstance(offload_policy, CPUOffloadPolicy), reshards, ignored)
     for inner in dict.fromkeys(_block_of(it).root for it in inside if isinstance(it, FSDPModule)):
         block.root.absorb(inner)
@@ -509,7 +515,7 @@ def _checked_reshard(reshard: bool | int | None, mesh: DeviceMesh | None) -> boo
         return reshard
     if not isinstance(reshard, int):
         raise ValueError(f"[fully_shard] reshard_after_forward must be a bool, an int or None; got {reshard!r}")
-    ranks = mesh.size(mesh.ndim - 1) if mesh is not None else resolve_group(None).size
+    ranks = mesh.size(mesh.ndim - 1) if mesh is not None else _all_ranks().size
     if reshard < 1 or ranks % reshard:
         raise ValueError(f"[fully_shard] reshard_after_forward as an int must be a factor of {ranks}, the ranks that are "
                          f"sharded over; got {reshard}")
