@@ -591,7 +591,7 @@ def _refuses():
     for call in (net.blocks[0].set_custom_all_gather, net.blocks[0].set_all_reduce_hook):
         with pytest.raises(NotImplementedError, match="collectives"):
             call(None)
-    with pytest.raises(ValueError, match="Linear"):
+    with pytest.raises(ValueError, match="got Linear"):
         inner.set_modules_to_forward_prefetch([nn.Linear(1, 1)])
     with pytest.raises(ValueError, match="bool"):
         inner.set_reshard_after_forward(1)
@@ -610,6 +610,24 @@ def _refuses():
 
 def test_what_can_not_be_is_refused(ranks):
     ranks(2, _refuses)
+
+
+def _half_sharded():
+    net = make_net()
+    fully_shard(net.blocks[0], mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    fully_shard(net)
+    net.blocks[0].up.weight = nn.Parameter(torch.ones(13, WIDTH + tessera.rank()))  # the first model is right
+    for error in ("blocks.0.up.weight", "earlier error"):
+        with pytest.raises(Exception, match=error):
+            net(tokens_of(0, 0))
+    whole = fully_shard(nn.Linear(2 + tessera.rank(), 2))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="weight"):
+            whole(torch.ones(1, 2 + tessera.rank()))
+
+
+def test_models_that_differ_between_ranks_are_refused(ranks):
+    ranks(2, _half_sharded)
 
 
 def _with_ddp():

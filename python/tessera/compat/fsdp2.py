@@ -66,6 +66,7 @@ class _Root:
         self.block = block
         self.blocks = [block]
         self.models: list[_C.Model] | None = None  # None: not sharded yet
+        self._error: BaseException | None = None
         self._scopes: dict[tuple[str, _C.Model], Any] = {}
         self._backward = -1  # the last one at whose end hooks are to be called
 
@@ -80,6 +81,8 @@ class _Root:
 
     def shard(self) -> None:
         """Shards the model unless it is. Collective."""
+        if self._error is not None:
+            raise RuntimeError("[fully_shard] the model is sharded in part; an earlier error says why") from self._error
         if self.models is not None:
             return
         named: dict[tuple, list[tuple[str, nn.Parameter, _Block]]] = {}
@@ -92,8 +95,10 @@ class _Root:
             with torch.inference_mode(False), torch.no_grad():
                 for parameters in named.values():
                     self._shard_kind(parameters)
-        except BaseException:
-            if not self.models:
+        except BaseException as error:
+            if self.models:
+                self._error = error
+            else:
                 self.models = None  # nothing has changed
                 _unsharded.add(self)
             raise
@@ -165,6 +170,11 @@ class _Root:
         """The bytes of those of a model's blocks that stay gathered after forward; -1 if these are all."""
         kept = [not (block.reshards if block.reshards is not None else block is not self.block) for block in blocks]
         return -1 if all(kept) else sum(block.nbytes for block, is_kept in zip(blocks, kept) if is_kept)
+
+    def hold(self, blocks: Iterable[_Block], is_held: bool) -> None:
+        for block in blocks:
+            block.is_held = is_held
+        self.update()
 
     def update(self) -> None:
         """Lets the models do what the blocks' settings say. Collective where units are to be held."""
@@ -247,7 +257,8 @@ def _before_forward(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     if module in root.block.modules and torch._C._current_graph_task_id() == -1:
         for model in root.models:
             model.begin_forward()
-        args, kwargs = _move_inputs(block.mesh, args, kwargs)
+        if device := _device_of(block.mesh):
+            args, kwargs = _map_tensors((args, kwargs), lambda tensor: tensor.to(device))
     if block.policy.cast_forward_inputs and block.policy.param_dtype is not None:
         args, kwargs = _cast((args, kwargs), block.policy.param_dtype)
     return args, kwargs
@@ -256,8 +267,7 @@ def _before_forward(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
 def _after_forward(module: nn.Module, _, output):
     block = _block_of(module)
     if block.is_held:
-        block.is_held = False
-        block.root.update()
+        block.root.hold([block], False)
     return output if block.policy.output_dtype is None else _cast(output, block.policy.output_dtype)
 
 
@@ -265,11 +275,11 @@ def _cast(tree, dtype: torch.dtype):
     return _map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
-def _move_inputs(mesh: DeviceMesh | None, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _device_of(mesh: DeviceMesh | None) -> torch.device | None:
+    """Returns the device to which tensors are moved, if any."""
     if mesh is None or mesh.device_type == "cpu":
-        return args, kwargs
-    device = torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-    return _map_tensors((args, kwargs), lambda tensor: tensor.to(device))
+        return None
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
 def _map_tensors(tree, function: Callable[[torch.Tensor], torch.Tensor]):
@@ -288,13 +298,8 @@ def _map_tensors(tree, function: Callable[[torch.Tensor], torch.Tensor]):
 
 
 class _Handle(UnshardHandle):
-    def __init__(self, module: FSDPModule):
-        self._module = module
-
-    def wait(self) -> None:
-        module, self._module = self._module, None
-        if module is not None:
-            module.unshard()
+    def __init__(self, wait: Callable[[], None]):
+        self.wait = functools.cache(wait)
 
 
 class FSDPModule:
@@ -311,7 +316,7 @@ class FSDPModule:
         model that the module belongs to, as long as one of its modules is unsharded. Collective. With `async_op`, when the
         handle is waited for; forward gathers ahead anyway."""
         if async_op:
-            return _Handle(self)
+            return _Handle(self.unshard)
         self._hold(True)
         return None
 
@@ -320,17 +325,13 @@ class FSDPModule:
         self._hold(False)
 
     def _hold(self, is_held: bool) -> None:
-        block = _block_of(self)
-        block.root.shard()
-        block.is_held = is_held
-        block.root.update()
+        _block_of(self).root.shard()
+        _block_of(self).root.hold([_block_of(self)], is_held)
 
     def reset_iter_state(self) -> None:
         """To be called on all ranks after an exception in forward or backward."""
         root = _block_of(self).root
-        for block in root.blocks:
-            block.is_held = False
-        root.update()
+        root.hold(root.blocks, False)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Sets whether backward reduces gradients. It does as long as any block of a model asks for it: gradients of the others
@@ -384,11 +385,9 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Has no effect: the engine gathers ahead in the order of use that it has seen."""
-        _check_modules("set_modules_to_forward_prefetch", modules)
+        _check_modules(modules)
 
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Has no effect: the engine gathers ahead in the order of use that it has seen."""
-        _check_modules("set_modules_to_backward_prefetch", modules)
+    set_modules_to_backward_prefetch = set_modules_to_forward_prefetch
 
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
         """The module's own until the model is sharded; then with values that are equal on all ranks. Collective."""
@@ -447,10 +446,10 @@ class FSDPModule:
         raise RuntimeError("[fsdp2] a sharded module can't be pickled: save its state_dict(), which has whole tensors")
 
 
-def _check_modules(caller: str, modules: Iterable) -> None:
+def _check_modules(modules: Iterable) -> None:
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise ValueError(f"[{caller}] takes modules that fully_shard() was called for; got {type(module).__name__}")
+            raise ValueError(f"[fsdp2] modules must be those that fully_shard() was called for; got {type(module).__name__}")
 
 
 @functools.cache
@@ -490,7 +489,8 @@ def fully_shard(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh | None 
     block = _Block(modules, mesh, mp_policy, isinstance(offload_policy, CPUOffloadPolicy), reshards, ignored)
     for inner in dict.fromkeys(_block_of(it).root for it in inside if isinstance(it, FSDPModule)):
         block.root.absorb(inner)
-    _move_to(mesh, inside)
+    if device := _device_of(mesh):
+        _move_to(device, inside)
     for each in modules:
         each.__dict__["_fsdp2_block"] = block
         each.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()  # for replicate()
@@ -522,10 +522,7 @@ def _checked_reshard(reshard: bool | int | None, mesh: DeviceMesh | None) -> boo
     return reshard > 1
 
 
-def _move_to(mesh: DeviceMesh | None, modules: list[nn.Module]) -> None:
-    if mesh is None or mesh.device_type == "cpu":
-        return
-    device = torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+def _move_to(device: torch.device, modules: list[nn.Module]) -> None:
     for module in modules:
         for tensor in [*module._parameters.values(), *module._buffers.values()]:
             if tensor is not None and not tensor.is_meta:
@@ -551,4 +548,4 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Has no effect: models have no streams of their own to share."""
-    _check_modules("share_comm_ctx", modules)
+    _check_modules(modules)
