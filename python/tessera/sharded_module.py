@@ -74,6 +74,19 @@ def take_values(module: nn.Module, load: Callable, state_dict: Mapping[str, torc
             getattr(submodule, kind)[name] = tensor
 
 
+def take_on_all_ranks(model: _C.Model, module: nn.Module, load: Callable, state_dict: Mapping[str, torch.Tensor], strict: bool):
+    """Does the same, and raises on every rank of `model` if any does. Collective."""
+    result, given, error = None, {}, None
+    try:
+        result, given = take_values(module, load, state_dict, strict)
+    except Exception as failure:
+        error = failure
+    if model.any_rank(error is not None):
+        raise error or RuntimeError("[load_state_dict] another rank has refused the state dict, so nothing was loaded; its "
+                                    "error says why")
+    return result, given
+
+
 @functools.lru_cache(maxsize=None)
 def _class_like(base: type, forward: Callable) -> type:
     """Returns a class derived from `base` whose `forward` has the signature of `forward`, a method."""
@@ -164,14 +177,7 @@ class ShardedModule(Wrapper):
         """Sets parameters and buffers from values that are equal on all ranks. Collective."""
         if assign:
             raise ValueError("[load_state_dict] assign=True would replace parameters that are sharded; leave it out")
-        result, given, error = None, {}, None
-        try:
-            result, given = take_values(self.module, self.module.load_state_dict, state_dict, strict)
-        except Exception as failure:
-            error = failure
-        if self._model.any_rank(error is not None):
-            raise error or RuntimeError("[load_state_dict] another rank has refused the state dict, so nothing was loaded; its "
-                                        "error says why")
+        result, given = take_on_all_ranks(self._model, self.module, self.module.load_state_dict, state_dict, strict)
         self.load_full_state(given, strict=False)
         return result
 

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _C
 from ..parameter import make_sharded
-from ..sharded_module import _read_whole, _show_grad, gather_in_state_dict, take_values
+from ..sharded_module import _read_whole, _show_grad, gather_in_state_dict, take_on_all_ranks
 from ..world import ProcessGroup, init, resolve_group
 from . import plain_optimizer
 from .plain_optimizer import GradHooks, Place, place_of
@@ -392,21 +392,12 @@ class FSDPModule:
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
         """The module's own until the model is sharded; then with values that are equal on all ranks. Collective."""
         root = _block_of(self).root
-        if root.models is None:
+        if not root.models:
             return super().load_state_dict(state_dict, strict, assign)
         if assign:
             raise ValueError("[load_state_dict] assign=True would replace parameters that are sharded; leave it out, or load "
                              "before the first forward")
-        result, given, error = None, {}, None
-        try:
-            result, given = take_values(self, super().load_state_dict, state_dict, strict)
-        except Exception as failure:
-            error = failure
-        if root.models and root.models[0].any_rank(error is not None):
-            raise error or RuntimeError("[load_state_dict] another rank has refused the state dict, so nothing was loaded; its "
-                                        "error says why")
-        if error:
-            raise error
+        result, given = take_on_all_ranks(root.models[0], self, super().load_state_dict, state_dict, strict)
         values: dict[_C.Model, dict[str, torch.Tensor]] = {model: {} for model in root.models}
         with torch.no_grad():
             for name, own in [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]:

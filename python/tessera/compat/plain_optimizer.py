@@ -82,9 +82,7 @@ class _Sharded:
     optimizer of the same class and options over these alone; all share one state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
-        whole = optimizer.state
-        numbers = {id(param): number for number, param in enumerate(_parameters_of(optimizer))}
-        self._optimizer = optimizer
+        whole, self._optimizer = optimizer.state, optimizer
         self.state: defaultdict = defaultdict(dict)
         self._engines: dict[_C.Model, tuple[torch.optim.Optimizer, _C.Optimizer]] = {}
         self._rest = self._alike()
@@ -92,8 +90,8 @@ class _Sharded:
         optimizer._steps_sharded = self
         optimizer.state = _StateByParameter(self, self._key)
         if whole:  # loaded before the first step
-            groups = [{**group, "params": [numbers[id(param)] for param in group["params"]]} for group in self.param_groups]
-            self._load({"state": {numbers[id(param)]: state for param, state in whole.items()}, "param_groups": groups})
+            groups = [{**group, "params": self._numbers(group["params"])} for group in self.param_groups]
+            self._load({"state": dict(zip(self._numbers(whole), whole.values())), "param_groups": groups})
             self.state.update((param, state) for param, state in whole.items() if _model_of(param) is None)
         optimizer.register_state_dict_post_hook(lambda _, state_dict: self._whole(state_dict))
         optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._before_load(state_dict))
@@ -195,14 +193,6 @@ def _groups_of_stand_in(stand_in) -> list:
     return []
 
 
-def _called_once(closure: Callable) -> Callable:
-    @functools.cache
-    def call():
-        return closure()
-
-    return call
-
-
 @functools.cache
 def _stand_in_class(kind: type) -> type:
     return type(kind)(kind.__name__, (kind,), {
@@ -226,10 +216,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
     stand_in.__dict__.update(optimizer.__dict__, **_no_hooks())  # which a step() that calls another one would call again
     # Also a step that reads its groups before it calls the closure steps with the closure's gradients.
     if len(args) > 1 and callable(args[1]):
-        args = (args[0], _called_once(args[1]), *args[2:])
+        args = (args[0], functools.cache(args[1]), *args[2:])
         stand_in._closure = args[1]
     elif callable(kwargs.get("closure")):
-        stand_in._closure = _called_once(kwargs["closure"])
+        stand_in._closure = functools.cache(kwargs["closure"])
         kwargs = {**kwargs, "closure": stand_in._closure}
     return (stand_in, *args[1:]), kwargs
 
