@@ -28,7 +28,8 @@ def init(*, timeout: float | None = None, backend: str = "", transport: str = "a
     """Joins the job of this process's launcher, and makes it the default of the process.
 
     Where `torch.distributed` is initialized, the ranks are those of its default process group. Otherwise they are those
-    of the environment (torchrun, `tessera run`, mpirun, srun), and a world of one without any.
+    of the environment (torchrun, `tessera run`, mpirun, srun), and a world of one without any; `init_process_group()` may
+    come later.
 
     Collective. `timeout`: seconds that any wait may take; None: `TESSERA_TIMEOUT`, or 600. `backend`: a backend for
     tensors on devices, such as "nccl"; "": none. `transport`: "auto", "arena" (memory that the ranks of one host share)
@@ -128,10 +129,11 @@ def resolve_group(group) -> ProcessGroup:
         return group
     if isinstance(group, dist.ProcessGroup):
         ranks = dist.get_process_group_ranks(group)
-        if len(ranks) < dist.get_world_size():
-            return _group_beside(group, ranks)
-        init()
-        return default_group()
+        if len(ranks) == dist.get_world_size():
+            init()
+            if (rank(), size()) == (dist.get_rank(), dist.get_world_size()):
+                return default_group()
+        return _group_beside(group, ranks)
     raise TypeError(f"a process group must be one of Tessera's or of torch.distributed; got {type(group).__name__}")
 
 

@@ -61,6 +61,7 @@ c10::intrusive_ptr<c10d::TCPStore> tcp_store(const RankInfo& info, const Deadlin
   options.port = static_cast<uint16_t>(info.master_port);
   options.isServer = listener >= 0;
   if (listener >= 0) options.masterListenFd = listener;
+  options.multiTenant = true;  // torch.distributed, which has the same port, joins the server
   options.numWorkers = static_cast<size_t>(info.size);
   options.waitWorkers = false;  // see arrive()
   // Half for each of two tries to connect; c10d counts whole seconds.
