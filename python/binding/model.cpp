@@ -101,6 +101,8 @@ void bind_model(py::module_& module) {
       .def("has_grad", &ShardedModule::has_grad, Waits())
       .def("has_reduced_grad", &ShardedModule::has_reduced_grad, Waits())
       .def("full_value", &ShardedModule::full_value, Waits())
+      .def("gather", &ShardedModule::gather, Waits())
+      .def("cut", &ShardedModule::cut, Waits())
       .def("grad_dtype", &ShardedModule::grad_dtype)
       .def("set_full_grad", &ShardedModule::set_full_grad, Waits())
       .def("any_rank", &ShardedModule::any_rank, Waits())

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from . import _C
+from . import _C, dcp
 from .foreign import refuse_rank_zero_alone
 from .sharded_module import ShardedModule
 
@@ -113,10 +113,20 @@ def _of_inside(name: str) -> property:
 class _StateByParameter(MutableMapping):
     """The state of an optimizer inside by the model's parameters. That keeps it by this rank's parts of them."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, part_of: Callable[[torch.Tensor], torch.Tensor]):
-        self._optimizer, self._part_of = optimizer, part_of
+    def __init__(self, sharded: "ShardedOptimizer"):
+        self._sharded, self._optimizer, self._part_of = sharded, sharded.optimizer, sharded._sharded.part_of
+
+    def __bool__(self):
+        if dcp.is_asking():  # whether it must make state itself, by means that a sharded model does not have
+            dcp.ensure_state(self._sharded)
+            self._sharded._state_names = dcp.state_names(self._sharded)
+            return True
+        return len(self) > 0
 
     def __getitem__(self, parameter):
+        names = self._sharded._state_names.get(id(parameter))
+        if names is not None and not self._part_of(parameter).numel() and dcp.is_asking():
+            return names
         return self._optimizer.state[self._part_of(parameter)]
 
     def __setitem__(self, parameter, state):
@@ -245,6 +255,7 @@ class ShardedOptimizer(InnerOptimizer):
         self._model = model
         self._sharded = sharded
         self._number = next(_numbers)
+        self._state_names: dict[int, dict] = {}  # of state on other ranks, for torch.distributed.checkpoint
         refuse = weakref.WeakMethod(self._refuse_step)  # the engine's own references to the optimizer are not seen by gc
         self._guards = [optimizer.register_step_pre_hook(lambda it, *_: refuse() and refuse()(it)),
                         optimizer.register_state_dict_pre_hook(_refuse_state),
@@ -258,11 +269,17 @@ class ShardedOptimizer(InnerOptimizer):
 
     @property
     def state(self) -> MutableMapping[torch.Tensor, dict]:
-        return _StateByParameter(self.optimizer, self._sharded.part_of)
+        return _StateByParameter(self)
 
     @state.setter
     def state(self, state) -> None:
         self.optimizer.state = state
+
+    @property
+    def keeps_rows(self) -> bool:
+        """True if `torch.distributed.checkpoint` gets DTensors."""
+        params = dcp.parameters_of(self)
+        return bool(params) and self._model._layout.mesh(params[0].device) is not None
 
     def step(self, closure=None):
         """Waits for the reductions, and updates this rank's shards. Collective. Evaluates `closure` first, if there is
@@ -289,23 +306,34 @@ class ShardedOptimizer(InnerOptimizer):
 
     def state_dict(self, recipient: int | None = None) -> dict:
         """Returns the whole state, as the optimizer inside would have it without sharding, on all ranks, or on rank
-        `recipient` alone (`state` is empty on the others). Collective."""
+        `recipient` alone (`state` is empty on the others); DTensors, with this rank's rows, if a function of
+        `torch.distributed.checkpoint` calls this. Collective."""
         refuse_rank_zero_alone()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        state = self._sharded.full_state_dict(-1 if recipient is None else recipient)
+        if dcp.is_asking():
+            state = dcp.state_of(self)
+        else:
+            state = self._sharded.full_state_dict(-1 if recipient is None else recipient)
         for hook in self._optimizer_state_dict_post_hooks.values():
             changed = hook(self, state)
             state = state if changed is None else changed
         return state
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Loads such a state, from any number of ranks or from the plain optimizer, equal on all ranks. Collective."""
+        """Loads such a state, from any number of ranks or from the plain optimizer, equal on all ranks, or with DTensors.
+        Parameters have numbers or names, and the order of the param groups counts. Collective."""
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        self._sharded.load_full_state_dict(state_dict)
+        state_dict = dcp.numbered(state_dict)
+        if dcp.has_dtensors(state_dict):
+            dcp.load_state(self, state_dict)
+        else:
+            self._sharded.load_full_state_dict(state_dict)
+        if hasattr(self.optimizer, "_prepares_fused"):
+            use_fused(self.optimizer)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 

@@ -12,6 +12,7 @@ from . import _C
 from .foreign import refuse_wrapping
 
 _plain_grad, _plain_data = torch.Tensor.grad, torch.Tensor.data
+_OWN = ("_show_grad", "_read_whole", "_layout")  # attributes of sharded parameters
 
 
 def _read_grad(self):
@@ -57,7 +58,7 @@ def _deepcopy(self, memo):
     if id(self) not in memo:
         copy = nn.Parameter(self.detach().clone(), self.requires_grad)
         copy.__dict__.update({name: value for name, value in self.__dict__.items()
-                              if name not in ("_show_grad", "_read_whole") and not hasattr(value, "belongs_to_one_parameter")})
+                              if name not in _OWN and not hasattr(value, "belongs_to_one_parameter")})
         memo[id(self)] = copy
     return memo[id(self)]
 
@@ -77,17 +78,18 @@ def _sharded_class(base: type) -> type:
         "__doc__": "A parameter of a sharded model."})
 
 
-def make_sharded(parameter: torch.Tensor, show_grad: Callable, read_whole: Callable) -> None:
+def make_sharded(parameter: torch.Tensor, show_grad: Callable, read_whole: Callable, layout=None) -> None:
     """Turns a parameter into one whose `.grad` is `show_grad(parameter)`, and whose whole value for a state dict
-    `read_whole(parameter)`."""
+    `read_whole(parameter)`. `layout`: a `dcp.Layout`, of the rows that `torch.distributed.checkpoint` gets; None: it gets whole
+    values."""
     if not hasattr(type(parameter), "_plain_class"):
         parameter.__class__ = _sharded_class(type(parameter))
-    parameter._show_grad, parameter._read_whole = show_grad, read_whole
+    parameter._show_grad, parameter._read_whole, parameter._layout = show_grad, read_whole, layout
 
 
 def make_plain(parameter: torch.Tensor) -> None:
     """Undoes `make_sharded()`."""
-    for name in ("_show_grad", "_read_whole"):
+    for name in _OWN:
         parameter.__dict__.pop(name, None)
     if hasattr(type(parameter), "_plain_class"):
         parameter.__class__ = type(parameter)._plain_class

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from . import _C
+from . import _C, dcp
 from .foreign import mark_plain, mark_sharded, refuse_rank_zero_alone
 from .parameter import make_plain, make_sharded
 from .sharded_grad import ShardedGrad
 from .world import resolve_group
+
+_GATHERED_AT_ONCE = 256 * 2**20  # bytes of DTensors that are loaded
 
 
 def named_tensors(module: nn.Module) -> tuple[list, list]:
@@ -27,22 +29,33 @@ def named_tensors(module: nn.Module) -> tuple[list, list]:
 
 
 def _gather(owner: nn.Module, state: dict, prefix: str, _) -> None:
+    asked_by_dcp = dcp.is_asking()
     for name, parameter in owner._parameters.items():
         value = state.get(prefix + name)
         if parameter is None or value is None or isinstance(value, nn.Parameter):
             continue  # keep_vars: the parameter itself
         if _C.is_sharded(parameter):
             with torch.no_grad():
-                state[prefix + name] = parameter._read_whole(parameter)
+                whole = parameter._read_whole(parameter)
+                state[prefix + name] = parameter._layout.rows(whole) if asked_by_dcp and parameter._layout else whole
+
+
+def _make_whole(owner: nn.Module, state: dict, prefix: str, *_) -> None:
+    for name, parameter in owner._parameters.items():
+        value = state.get(prefix + name)
+        if parameter is not None and dcp.is_dtensor(value) and _C.is_sharded(parameter):
+            state[prefix + name] = dcp.whole_of(value)
 
 
 def gather_in_state_dict(module: nn.Module) -> list:
-    """Lets `state_dict()` of a module, and of each of its submodules, return whole tensors, as copies. Collective where
-    parameters are sharded between uses, as every use of them is.
+    """Lets `state_dict()` of a module, and of each of its submodules, return whole tensors, as copies, or rows for
+    `torch.distributed.checkpoint`, and `load_state_dict()` take both. Collective where parameters are sharded between uses,
+    as every use of them is.
 
     Returns handles, whose `remove()` undoes it.
     """
-    return [submodule._register_state_dict_hook(_gather) for submodule in module.modules()]
+    return [handle for submodule in module.modules() for handle in (
+        submodule._register_state_dict_hook(_gather), submodule.register_load_state_dict_pre_hook(_make_whole))]
 
 
 def names_in_state(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
@@ -114,11 +127,15 @@ class Wrapper(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
-    def _take_over(self, shown: Iterable[tuple[nn.Parameter, Callable]], read_whole: Callable) -> None:
+    def _fqn_modifiers(self) -> dict[str, str]:
+        return {"": "module"}  # names for torch.distributed.checkpoint are those of the module
+
+    def _take_over(self, shown: Iterable[tuple[nn.Parameter, Callable]], read_whole: Callable,
+                   layout: dcp.Layout | None = None) -> None:
         # `shown`: parameters, and functions that return what their `.grad` shows.
         self._hooks = gather_in_state_dict(self.module)
         for parameter, show_grad in shown:
-            make_sharded(parameter, show_grad, read_whole)
+            make_sharded(parameter, show_grad, read_whole, layout)
         mark_sharded(self.module)
 
     def _give_back(self) -> nn.Module:
@@ -145,10 +162,11 @@ class ShardedModule(Wrapper):
         self._model = model
         self._gathers = plan.get("level") == "p_g_os" or plan.get("param_dtype") is not None  # in state_dict()
         self._casts_to = plan.get("param_dtype") if plan.get("cast_inputs", True) else None
+        self._layout = dcp.Layout(plan)
         shown = weakref.ref(model)
         self._take_over(((parameter, lambda it, name=name: _show_grad(shown(), it, name))
                         for name, parameter in module.named_parameters()),
-                        (lambda it: _read_whole(shown(), it)) if self._saves_masters else read_copy)
+                        (lambda it: _read_whole(shown(), it)) if self._saves_masters else read_copy, self._layout)
 
     def forward(self, *args, **kwargs):
         self._model.begin_forward()
@@ -167,19 +185,30 @@ class ShardedModule(Wrapper):
         return self.module.named_buffers(*args, **kwargs)
 
     def state_dict(self, *args, **kwargs):
-        """The module's own `state_dict()`, of whole tensors in the dtype in which they are updated. Collective at "p_g_os", and
-        at every level with `param_dtype`."""
+        """The module's own `state_dict()`, of whole tensors in the dtype in which they are updated; of DTensors, with this
+        rank's rows, if a function of `torch.distributed.checkpoint` calls this. Collective at "p_g_os", and at every level
+        with `param_dtype`."""
         if self._gathers:
             refuse_rank_zero_alone()
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
-        """Sets parameters and buffers from values that are equal on all ranks. Collective."""
+        """Sets parameters and buffers from values that are equal on all ranks, or from DTensors. Collective."""
         if assign:
             raise ValueError("[load_state_dict] assign=True would replace parameters that are sharded; leave it out")
         result, given = take_on_all_ranks(self._model, self.module, self.module.load_state_dict, state_dict, strict)
-        self.load_full_state(given, strict=False)
+        self._load_in_turn(given)
         return result
+
+    def _load_in_turn(self, values: Mapping[str, torch.Tensor]) -> None:
+        whole, nbytes = {}, 0
+        for name, value in values.items():
+            whole[name] = dcp.whole_of(value)
+            nbytes += whole[name].nbytes if dcp.is_dtensor(value) else 0
+            if nbytes > _GATHERED_AT_ONCE:
+                self.load_full_state(whole, strict=False)
+                whole, nbytes = {}, 0
+        self.load_full_state(whole, strict=False)
 
     def full_names(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Yields the names and tensors that a state dict has."""

@@ -101,6 +101,36 @@ at::Tensor full_value(ShardedState& state, const ParamIndex& place) {
                       unit.updated().narrow(0, first, end - begin).to(unit.layout().device));
 }
 
+at::Tensor gather_part(ShardedState& state, const ParamIndex& place, const at::Tensor& part) {
+  at::NoGradGuard no_grad;
+  state.check_no_join("gather()");
+  const ParamSlot& param = state.slot(place);
+  const Unit& unit = *state.units()[place.unit];
+  const auto [begin, end] = unit.updated_range(param);
+  TORCH_CHECK_VALUE(part.numel() == end - begin, "[gather] this rank has ", end - begin,
+                    " elements of '", param.name(), "'; got ", part.numel());
+  const bool is_whole = part.sizes() == at::IntArrayRef(param.sizes);
+  const at::Tensor flat = is_whole ? flat_in_order(part, param.strides) : part.reshape({-1});
+  return gather_whole(state, place, flat.to(unit.layout().device));
+}
+
+at::Tensor cut_part(const ShardedState& state, const ParamIndex& place, const at::Tensor& whole) {
+  at::NoGradGuard no_grad;
+  const ParamSlot& param = state.slot(place);
+  TORCH_CHECK_VALUE(whole.sizes() == at::IntArrayRef(param.global_sizes()), "[cut] a tensor for '",
+                    param.name(), "' must have its shape ", param.global_sizes(), "; got ",
+                    whole.sizes());
+  const Unit& unit = *state.units()[place.unit];
+  const auto [begin, end] = unit.updated_range(param);
+  if (begin == end) return at::empty({0}, whole.options());
+  const at::Tensor part = flat_in_order(local_value(param, whole), param.strides)
+                              .narrow(0, begin - param.offset, end - begin)
+                              .clone();
+  const bool is_whole =
+      unit.layout().partition == Partition::kWholeParam && part.numel() == param.numel;
+  return is_whole ? at::as_strided(part, param.sizes, param.strides, 0) : part;
+}
+
 std::vector<NamedTensor> full_state(ShardedState& state) {
   at::NoGradGuard no_grad;
   Values values;

@@ -109,6 +109,13 @@ at::Tensor ShardedModule::full_value(const at::Tensor& parameter) {
   return tessera::full_value(*state(), place_of(*state(), parameter, "full_value"));
 }
 
+at::Tensor ShardedModule::gather(const at::Tensor& parameter, const at::Tensor& part) {
+  return gather_part(*state(), place_of(*state(), parameter, "gather"), part);
+}
+at::Tensor ShardedModule::cut(const at::Tensor& parameter, const at::Tensor& whole) {
+  return cut_part(*state(), place_of(*state(), parameter, "cut"), whole);
+}
+
 at::Tensor ShardedModule::full_grad(const at::Tensor& parameter) {
   return tessera::full_grad(*state(), place_of(*state(), parameter, "full_grad"));
 }

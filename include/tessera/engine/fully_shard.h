@@ -121,6 +121,16 @@ class TESSERA_API ShardedModule {
   /// that of its master copy, if it has one. Collective.
   at::Tensor full_value(const at::Tensor& parameter);
 
+  /// Returns the whole of a tensor that has a value for each element of a parameter, such as one of
+  /// the optimizer's state, from the ranks' parts: this rank's, of the elements that it updates, in
+  /// any shape and in the order of memory; without elements on a rank that has none. All parts
+  /// have one dtype. Throws `c10::ValueError` for another number of elements. Collective.
+  at::Tensor gather(const at::Tensor& parameter, const at::Tensor& part);
+  /// Returns a copy of this rank's part of such a tensor, of the parameter's shape, in one
+  /// dimension, or with the parameter's shape under `Partition::kWholeParam`; without elements if
+  /// all of it lies on other ranks. Not collective (but for a DistTensor, over its mesh).
+  at::Tensor cut(const at::Tensor& parameter, const at::Tensor& whole);
+
   /// Returns a parameter's whole reduced gradient; undefined if it has none. Zeros after
   /// `zero_grad(false)` are one. Collective.
   at::Tensor full_grad(const at::Tensor& parameter);
