@@ -25,6 +25,9 @@ from .dist_tensor import (CommDebug, DeviceMesh, Partial, Placement, Replicate, 
 from .grad_scaler import GradScaler
 from .memory_tracer import MemoryTracer
 from .optimizer import ShardedOptimizer
+from .parallel import (ColwiseParallel, ContextParallel, PrepareModuleInput, PrepareModuleOutput, RowwiseParallel,
+                       SequenceParallel, balance_sequence, dist_empty, dist_full, dist_ones, dist_rand, dist_randn, dist_zeros,
+                       local_map, parallelize_module, register_rule, unbalance_sequence)
 from .plan import Plan, plan
 from .sharded_module import ShardedModule, fully_shard
 from .world import ProcessGroup, init, is_initialized, new_group, rank, shutdown, size, spawn
@@ -32,12 +35,15 @@ from .world import ProcessGroup, init, is_initialized, new_group, rank, shutdown
 __version__ = _C.version
 
 __all__ = [
-    "AsyncCheckpointer", "CPUAdam", "CommDebug", "DeferredInit", "DeviceMesh", "DistOptimizer", "GradScaler",
-    "MemoryTracer", "Partial", "Placement", "Plan", "ProcessGroup", "Replicate", "Shard", "ShardedModule", "ShardedOptimizer",
-    "StrictOperators", "best_checkpoint", "distribute", "distribute_", "distribute_module", "from_local", "full_tensor", "fully_shard", "init",
-    "is_deferred", "is_dist", "is_initialized", "latest_checkpoint", "load_checkpoint", "load_state_dict", "materialize",
-    "mesh_of", "new_group", "placements_of", "plan", "rank", "redistribute", "save_checkpoint", "save_state_dict", "shutdown",
-    "size", "spawn", "to_local", "unwrap", "use_page_heap",
+    "AsyncCheckpointer", "CPUAdam", "ColwiseParallel", "CommDebug", "ContextParallel", "DeferredInit", "DeviceMesh",
+    "DistOptimizer", "GradScaler", "MemoryTracer", "Partial", "Placement", "Plan", "PrepareModuleInput",
+    "PrepareModuleOutput", "ProcessGroup", "Replicate", "RowwiseParallel", "SequenceParallel", "Shard", "ShardedModule",
+    "ShardedOptimizer", "StrictOperators", "balance_sequence", "best_checkpoint", "dist_empty", "dist_full", "dist_ones",
+    "dist_rand", "dist_randn", "dist_zeros", "distribute", "distribute_", "distribute_module", "from_local", "full_tensor",
+    "fully_shard", "init", "is_deferred", "is_dist", "is_initialized", "latest_checkpoint", "load_checkpoint",
+    "load_state_dict", "local_map", "materialize", "mesh_of", "new_group", "parallelize_module", "placements_of", "plan",
+    "rank", "redistribute", "register_rule", "save_checkpoint", "save_state_dict", "shutdown", "size", "spawn", "to_local",
+    "unbalance_sequence", "unwrap", "use_page_heap",
 ]
 
 use_page_heap = _C.use_page_heap

@@ -190,14 +190,54 @@ class CommDebug:
         return sum(calls for its, of, calls, _, _ in self.entries if kind in ("", its) and subject in ("", of))
 
 
-_plain_text = torch.Tensor.__repr__
+def _mesh_of_ranks(kind: type, shape: Sequence[int], ranks: Sequence[int], dim_names: Sequence[str]) -> _C.DeviceMesh:
+    kind = kind if issubclass(kind, DeviceMesh) else DeviceMesh  # parts of meshes are the engine's
+    return kind(torch.tensor(ranks).view(*shape), dim_names)
 
 
-def _text(self, *, tensor_contents=None):
-    # Its values lie on several ranks: PyTorch's text would need them.
-    if type(self) in (torch.Tensor, nn.Parameter) and is_dist(self):
-        return f"DistTensor({_C.describe(self)})"
-    return _plain_text(self, tensor_contents=tensor_contents)
+# Meshes and placements are values: a pickled mesh is made anew from its ranks, in the job that reads it.
+_equal_meshes = _C.DeviceMesh.__eq__
+_C.DeviceMesh.__eq__ = lambda self, other: isinstance(other, _C.DeviceMesh) and _equal_meshes(self, other)
+_C.DeviceMesh.__hash__ = lambda self: hash((tuple(self.shape), tuple(self.ranks)))
+_C.DeviceMesh.__reduce__ = lambda self: (_mesh_of_ranks, (type(self), self.shape, self.ranks, self.dim_names))
+_C.DeviceMesh.__deepcopy__ = lambda self, memo: self
+Replicate.__reduce__ = lambda self: (Replicate, ())
+Shard.__reduce__ = lambda self: (Shard, (self.dim, self.split_factor))
+Partial.__reduce__ = lambda self: (Partial, (self.op,))
 
 
-torch.Tensor.__repr__ = _text
+def _on_dist(function: Callable) -> None:
+    """Puts a function in the place of a method of tensors, for those that are DistTensors."""
+    plain = getattr(torch.Tensor, function.__name__)
+
+    @functools.wraps(plain)
+    def method(self, *args, **kwargs):
+        is_ours = type(self) in (torch.Tensor, nn.Parameter) and is_dist(self)
+        return function(self, *args, **kwargs) if is_ours else plain(self, *args, **kwargs)
+
+    setattr(torch.Tensor, function.__name__, method)
+
+
+# PyTorch's text and copies would need the values' memory, which is that of several ranks, and its new_tensor() a device's key.
+
+
+@_on_dist
+def __repr__(self, *, tensor_contents=None):
+    return f"DistTensor({_C.describe(self)})"
+
+
+@_on_dist
+def __deepcopy__(self, memo):
+    if id(self) not in memo:
+        if not self.is_leaf:
+            raise RuntimeError("[tessera] only DistTensors that are leaves of the graph can be copied by deepcopy; call "
+                               "detach() before")
+        copy = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            copy.grad = self.grad.detach().clone()
+    return memo[id(self)]
+
+
+@_on_dist
+def new_tensor(self, data, *, dtype: torch.dtype | None = None, device=None, requires_grad: bool = False, **options):
+    return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device, requires_grad=requires_grad, **options)
