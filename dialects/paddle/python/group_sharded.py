@@ -50,14 +50,17 @@ class GroupShardedOptimizer(ShardedOptimizer):
 
 
 def _excluded(model: nn.Module, layers) -> list[str]:
-    # By type name, dotted name, class or module, as dotted names.
+    # By type name, dotted name, class, module or its id, as dotted names.
+    if not isinstance(layers, (list, tuple, type(None))):
+        raise ValueError("[group_sharded_parallel] the exclude_layers must be a list with layers' name or layers' id; got "
+                         f"{layers!r}")
     names: list[str] = []
     for layer in layers or ():
         found = [name for name, module in model.named_modules() if name and (
-            module is layer or name == layer or type(module) is layer or type(module).__name__ == layer)]
+            module is layer or id(module) == layer or name == layer or type(module) is layer or type(module).__name__ == layer)]
         if not found:
-            raise ValueError(f"[group_sharded_parallel] exclude_layer must name layers of the model, by type, dotted name or "
-                             f"object; it has none that is {layer!r}")
+            raise ValueError(f"[group_sharded_parallel] exclude_layer must name layers of the model, by type, dotted name, "
+                             f"object or id; it has none that is {layer!r}")
         names += found
     return names
 
@@ -79,13 +82,14 @@ def group_sharded_parallel(model: nn.Module, optimizer: torch.optim.Optimizer, l
         raise TypeError(f"[group_sharded_parallel] optimizer must be of torch.optim; got {type(optimizer).__name__}")
     if fused:
         use_fused(optimizer)
+    groups = {"group": resolve_group(group), "replicate_group": None if dp_group is None else resolve_group(dp_group)}
     options = _C.GroupShardedOptions(
-        None if scaler is None else scaler._scaler, resolve_group(group), offload, sync_buffers, buffer_max_size,
-        segment_size, sync_comm, None if dp_group is None else resolve_group(dp_group), _excluded(model, exclude_layer),
+        None if scaler is None else scaler._scaler, groups["group"], offload, sync_buffers, buffer_max_size,
+        segment_size, sync_comm, groups["replicate_group"], _excluded(model, exclude_layer),
         None if grad_clip is None else grad_clip.clip_norm, [] if grad_clip is None else list(grad_clip.no_clip))
     parameters, buffers = named_tensors(model)
     sharded, sharded_optimizer = _C.group_sharded_parallel(parameters, buffers, optimizer, level, options)
-    wrapper = ShardedModule(model, sharded, {})
+    wrapper = ShardedModule(model, sharded, dict(groups, level=level))
     return wrapper, GroupShardedOptimizer(wrapper, optimizer, sharded_optimizer, scaler), scaler
 
 

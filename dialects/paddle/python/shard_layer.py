@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from .. import _C
 from ..dist_optimizer import DistOptimizer
@@ -15,7 +17,8 @@ from ..grad_scaler import GradScaler
 
 
 class ProcessMesh(DeviceMesh):
-    """Paddle's mesh: ranks in an array. `mesh[i]`: the ranks at index `i` of the first dim."""
+    """Paddle's mesh: ranks in an array, of which an index or a slice for each dim, as `mesh[0]`, `mesh[:, 1]` or `mesh[0, 1]`,
+    is a mesh of the dims that are left, or of the one rank."""
 
     @property
     def process_ids(self) -> list[int]:
@@ -32,8 +35,41 @@ class ProcessMesh(DeviceMesh):
         """The mesh with that dim first; with `index`, only the ranks at that index along it."""
         return self.with_first(dim_name, index)
 
-    def __getitem__(self, index: int) -> _C.DeviceMesh:
-        return self.select(0, index)
+    def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> "ProcessMesh":
+        indices = index if isinstance(index, tuple) else (index,)
+        if len(indices) > self.ndim or not all(isinstance(each, (int, slice)) for each in indices):
+            raise IndexError(f"a mesh of {self.ndim} dims takes an index or a slice for each of them; got {index!r}")
+        names = [name for name, each in zip(self.dim_names, [*indices, *[slice(None)] * self.ndim]) if isinstance(each, slice)]
+        ranks = self.mesh[indices]
+        return ProcessMesh(ranks, names) if ranks.dim() else ProcessMesh([int(ranks)])
+
+
+class ReduceType(str, enum.Enum):
+    """The reduction of a `Partial`: `Partial(ReduceType.kRedMax)`."""
+
+    kRedSum, kRedMax, kRedMin, kRedProd, kRedAvg, kRedAny, kRedAll = "sum", "max", "min", "prod", "avg", "any", "all"
+
+
+_mesh: DeviceMesh | None = None
+
+
+def set_mesh(mesh: DeviceMesh) -> None:
+    """Sets the mesh that functions take if they are given none. Local."""
+    global _mesh
+    if not isinstance(mesh, _C.DeviceMesh):
+        raise TypeError(f"[set_mesh] mesh must be a ProcessMesh; got {type(mesh).__name__}")
+    _mesh = mesh
+
+
+def get_mesh() -> DeviceMesh | None:
+    """Returns the mesh of `set_mesh()`; None without one."""
+    return _mesh
+
+
+# Attributes that Paddle's tensors have.
+torch.Tensor.is_dist = lambda self: _C.is_dist(self)
+torch.Tensor.process_mesh = property(lambda self: _C.mesh_of(self) if _C.is_dist(self) else None)
+torch.Tensor.placements = property(lambda self: _C.placements_of(self) if _C.is_dist(self) else None)
 
 
 def shard_tensor(data, mesh: DeviceMesh, placements: Sequence, dtype: torch.dtype | None = None, place=None,
@@ -175,7 +211,8 @@ def shard_scaler(scaler: GradScaler) -> ShardScaler:
 
 class ShardDataloader:
     """A loader whose batches are DistTensors. A batch is a tensor, a tuple, a list, or a dict by name; with several meshes,
-    its items go to one mesh each, in order."""
+    its items go to one mesh each, in order. An item may be a tuple, list or dict of tensors, which go to its mesh; what is no
+    tensor stays as it is."""
 
     def __init__(self, dataloader: Iterable, placement: _C.InputPlacement):
         self._loader, self._placement = dataloader, placement
@@ -186,11 +223,15 @@ class ShardDataloader:
     def __iter__(self):
         for batch in self._loader:
             if isinstance(batch, torch.Tensor):
-                yield self._placement.place(batch, 0, 1)
+                yield self._place(batch, 0, 1)
             elif isinstance(batch, Mapping):
-                yield {name: self._placement.place(item, name, len(batch)) for name, item in batch.items()}
+                yield {name: self._place(item, name, len(batch)) for name, item in batch.items()}
             else:
-                yield type(batch)([self._placement.place(item, index, len(batch)) for index, item in enumerate(batch)])
+                items = [self._place(item, index, len(batch)) for index, item in enumerate(batch)]
+                yield type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+
+    def _place(self, item, at: int | str, count: int):
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: self._placement.place(tensor, at, count), item)
 
 
 def shard_dataloader(dataloader: Iterable, meshes: DeviceMesh | Sequence[DeviceMesh], input_keys: Sequence[str] | None = None,
