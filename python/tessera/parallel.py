@@ -64,9 +64,9 @@ def local_map(fn: Callable, out_placements, in_placements=None, in_grad_placemen
 
     `out_placements`, `in_placements`, `in_grad_placements`: placements for each result or positional argument, in order; None
     for one that is not a DistTensor. Values in lists, tuples and dicts count one by one. `in_placements`: those that arguments
-    must have, or get with `redistribute_inputs`; None: any. `in_grad_placements`: of the gradients that `fn`'s backward computes;
-    None: those of the arguments, with `Replicate` for `Partial`. `mesh`: of the results; None: that of the first DistTensor.
-    Keyword arguments are passed on as they are. Differentiable.
+    must have, or get with `redistribute_inputs`; None: any. `in_grad_placements`: of the gradients that `fn`'s backward
+    computes; None: those of the arguments, with `Replicate` for `Partial`. `mesh`: of the results; None: that of the first
+    DistTensor. Keyword arguments are passed on as they are. Differentiable.
     """
     lists = [_placements_list(each) for each in (out_placements, in_placements, in_grad_placements)]
 
@@ -252,8 +252,8 @@ def _resolve(module: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, 
                 raise ValueError(f"[parallelize_module] '{name}' was parallelized before")
             if isinstance(style, (ColwiseParallel, RowwiseParallel)) and not isinstance(inner, (nn.Linear, nn.Embedding)):
                 raise ValueError(f"[parallelize_module] {type(style).__name__} places an nn.Linear or an nn.Embedding; "
-                                 f"expected one of them, got '{name}', a {type(inner).__name__}. distribute_module() places any "
-                                 "module by a function")
+                                 f"expected one of them, got '{name}', a {type(inner).__name__}. distribute_module() "
+                                 "places any module by a function")
             styles[name] = style
     return styles
 

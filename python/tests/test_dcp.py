@@ -246,3 +246,52 @@ def _in_a_group():
 
 def test_a_group_of_some_ranks(ranks):
     assert all(ranks(3, _in_a_group))
+
+
+@_in_process_group
+def _replicas(folder):
+    rank = dist.get_rank()
+    groups = [tessera.new_group([0, 1]), tessera.new_group([2, 3])], [tessera.new_group([0, 2]), tessera.new_group([1, 3])]
+    plan = {"group": groups[0][rank // 2], "replicate_group": groups[1][rank % 2]}
+    model, optimizer = _make("tessera", **plan)
+    _train(model, optimizer, range(2))
+    state, optimizer_state = get_state_dict(model, optimizer)
+    assert state["embedding.weight"].device_mesh.size() == 4
+    dcp.save({"model": state, "optim": optimizer_state}, checkpoint_id=folder)
+    after = _train(model, optimizer, range(2, 4))
+    other, other_optimizer = _make("tessera", **plan)
+    state, optimizer_state = get_state_dict(other, other_optimizer)
+    dcp.load({"model": state, "optim": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(other, other_optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
+    assert _train(other, other_optimizer, range(2, 4)) == after
+    return True
+
+
+def test_replicas_of_shards(ranks, tmp_path):
+    assert all(ranks(4, _replicas, tmp_path))
+
+
+@_in_process_group
+def _other_state(make_optimizer):
+    def make():
+        net = make_net()
+        net.unused.requires_grad_(False)
+        model = tessera.fully_shard(net, partition="whole_param")
+        groups = [{"params": [*net.block.parameters()], "lr": 0.03}, {"params": [net.embedding.weight, *net.norm.parameters()]}]
+        return model, tessera.ShardedOptimizer(model, make_optimizer(groups), fused=False)
+
+    model, optimizer = make()
+    _train(model, optimizer, range(2))
+    state, optimizer_state = get_state_dict(model, optimizer)
+    assert [group["lr"] for group in optimizer_state["param_groups"]] == [0.03, 0.01]
+    after = _train(model, optimizer, range(2, 4))
+    other, other_optimizer = make()
+    set_state_dict(other, other_optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
+    assert _train(other, other_optimizer, range(2, 4)) == after
+    return sorted(optimizer_state["state"]["block.0.weight"])
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "NAdam", "RMSprop"])
+def test_param_groups_and_state_of_other_shapes(ranks, kind):
+    names = ranks(2, _other_state, lambda groups: getattr(torch.optim, kind)(groups, lr=0.01), joins=False)
+    assert names[0] == names[1] and len(names[0]) >= 2
