@@ -6,6 +6,7 @@ import types
 
 import transformers
 
+from . import _C
 from .optimizer import ShardedOptimizer
 from .sharded_module import Wrapper
 
@@ -23,9 +24,9 @@ class SavesTogether:
 
     def _save(self, output_dir=None, state_dict=None):
         model = self.model
-        if isinstance(model, Wrapper):
-            # So its config is saved, too.
-            state_dict, self.model = state_dict or model.state_dict(), model.module
+        if any(map(_C.is_sharded, model.parameters())):
+            state_dict = state_dict or model.state_dict()
+            self.model = model.module if isinstance(model, Wrapper) else model  # so its config is saved, too
         try:
             super()._save(output_dir, state_dict)
         finally:

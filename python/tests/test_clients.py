@@ -72,7 +72,7 @@ if sys.argv[2] == "saves": trainer.train()
 trainer.args.eval_strategy = trainer.args.save_strategy = "no"
 trainer.args.load_best_model_at_end = False
 if sys.argv[2] == "sharded":
-    optimizer = torch.optim.AdamW(trainer.model.parameters(), 1e-2)
+    optimizer = torch.optim.AdamW(trainer.model.parameters(), 1e-2, weight_decay=0.0, fused=True)
     trainer.optimizer = tessera.ShardedOptimizer(trainer.model, optimizer, fused=False)
 trainer.train()
 if trainer.is_world_process_zero(): print("losses", trainer_hf.logged(trainer, "loss"))
@@ -83,11 +83,11 @@ def test_transformers_own_trainer(tmp_path):
     _need("transformers")
     script = tmp_path / "alone.py"
     script.write_text(TRAINER_ALONE.format(examples=str(EXAMPLES)))
-    expected = _numbers("trainer_hf.py", 2, str(tmp_path / "expected"))["losses"]
-    output, status = _run(script, 2, str(tmp_path / "alone"), "plain")
-    assert status == 0 and f"losses {expected}" in output, output
-    output, status = _run(script, 2, str(tmp_path / "alone"), "sharded")
-    assert status == 0 and "losses [" in output, output
+    # Until the first evaluation, which takes numbers from the generator of the dropout.
+    expected = f'losses {_numbers("trainer_hf.py", 2, str(tmp_path / "expected"))["losses"][:4]}'[:-1]
+    for optimizer in ("plain", "sharded"):
+        output, status = _run(script, 2, str(tmp_path / optimizer), optimizer)
+        assert status == 0 and expected in output, output
     output, status = _run(script, 2, str(tmp_path / "saves"), "saves")
     assert status != 0 and "saves on rank 0 alone what all ranks have parts of: use tessera.transformers.Trainer" in output
 
