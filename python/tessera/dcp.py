@@ -7,7 +7,6 @@ function of that package has asked for it, and whole tensors otherwise. See docs
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import sys
 import weakref
@@ -108,7 +107,9 @@ def state_names(optimizer) -> dict[int, dict[str, Any]]:
 
 def _make_state(optimizer) -> None:
     inner, pairs = optimizer.optimizer, []
-    with _stand_ins(inner):
+    groups, state = inner.param_groups, inner.state
+    inner.param_groups, inner.state = [dict(group) for group in groups], defaultdict(dict)
+    try:
         for group in inner.param_groups:
             params, group["params"] = group["params"], []
             for param in params:
@@ -121,22 +122,13 @@ def _make_state(optimizer) -> None:
         inner.param_groups = [group for group in inner.param_groups if group["params"]]
         inner.step()
         made = inner.state
-    for part, stand_in in pairs:
-        if state := made.get(stand_in):
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"].zero_()
-            inner.state[part] = state
-
-
-@contextlib.contextmanager
-def _stand_ins(inner: torch.optim.Optimizer):
-    """A context in which an optimizer's groups and state may be replaced."""
-    groups, state = inner.param_groups, inner.state
-    inner.param_groups, inner.state = [dict(group) for group in groups], defaultdict(dict)
-    try:
-        yield
     finally:
         inner.param_groups, inner.state = groups, state
+    for part, stand_in in pairs:
+        if own := made.get(stand_in):
+            if isinstance(own.get("step"), torch.Tensor):
+                own["step"].zero_()
+            inner.state[part] = own
 
 
 def _kinds(optimizer) -> list[dict[str, Any] | None]:

@@ -267,6 +267,20 @@ def moved(tensor: torch.Tensor, mesh, mesh_dim: int, placement: Placement) -> to
     return redistribute(tensor, placements)
 
 
+def place_along(module: nn.Module, mesh, mesh_dim: int, own: Callable[[str, nn.Module], dict[str, Placement]]) -> list:
+    """Distributes a module with the placements along one mesh dim that `own(name, submodule)` returns for a submodule's own
+    parameters. Returns the list of hooks that `unwrap()` removes."""
+    def place(name: str, inner: nn.Module, own_mesh) -> None:
+        for key, placement in own(name, inner).items():
+            if inner._parameters.get(key) is not None:
+                placements: list[Any] = [Replicate()] * own_mesh.ndim
+                placements[mesh_dim] = placement
+                distribute_(inner._parameters[key], own_mesh, placements)
+
+    distribute_module(module, mesh, place)
+    return module.__dict__["_tessera_hooks"]
+
+
 def _hook_input(mesh, mesh_dim: int, given: Placement | None, wanted: Placement):
     def hook(module, args, kwargs):
         if not args or not isinstance(args[0], torch.Tensor):
@@ -301,15 +315,7 @@ def parallelize_module(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, P
     styles = _resolve(module, plan if isinstance(plan, Mapping) else {"": plan})
     _compare_plans(mesh, f"{styles} along {dim}")
 
-    def place(name: str, inner: nn.Module, own_mesh) -> None:
-        for key, placement in _own_placements(styles.get(name), inner).items():
-            if inner._parameters.get(key) is not None:
-                placements: list[Any] = [Replicate()] * own_mesh.ndim
-                placements[dim] = placement
-                distribute_(inner._parameters[key], own_mesh, placements)
-
-    distribute_module(module, mesh, place)
-    hooks = module.__dict__["_tessera_hooks"]
+    hooks = place_along(module, mesh, dim, lambda name, inner: _own_placements(styles.get(name), inner))
     for name, style in styles.items():
         inner = module.get_submodule(name)
         inner.__dict__["_tessera_style"] = style

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..dist_tensor import DeviceMesh, Replicate, Shard, distribute_, distribute_module
-from ..parallel import match_modules, moved
+from ..dist_tensor import DeviceMesh, Replicate, Shard
+from ..parallel import match_modules, moved, place_along
 from .shard_layer import ShardingStage1, ShardingStage2, ShardingStage3, get_mesh, shard_optimizer
 
 
@@ -90,7 +90,9 @@ class SequenceParallelBegin(PlanBase):
     need_transpose: bool = True
 
     def on_output(self, tensor, mesh, mesh_dim):
-        return _cut_sequence(tensor, mesh, mesh_dim, self.need_transpose)
+        if self.need_transpose:
+            return moved(tensor.transpose(0, 1), mesh, mesh_dim, Shard(0))
+        return moved(tensor, mesh, mesh_dim, Shard(1))
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ class SequenceParallelEnd(PlanBase):
     need_transpose: bool = True
 
     def on_input(self, tensor, mesh, mesh_dim):
-        return _whole_sequence(tensor, mesh, mesh_dim, self.need_transpose)
+        whole = moved(tensor, mesh, mesh_dim, Replicate())
+        return whole.transpose(0, 1) if self.need_transpose else whole
 
 
 class SequenceParallelEnable(PlanBase):
@@ -113,26 +116,8 @@ class SequenceParallelEnable(PlanBase):
         return moved(tensor, mesh, mesh_dim, Replicate())
 
 
-@dataclass(frozen=True)
-class SequenceParallelDisable(PlanBase):
+class SequenceParallelDisable(SequenceParallelBegin, SequenceParallelEnd):
     """For a layer in a range from `SequenceParallelBegin` to `SequenceParallelEnd` that needs whole sequences."""
-
-    need_transpose: bool = True
-
-    def on_input(self, tensor, mesh, mesh_dim):
-        return _whole_sequence(tensor, mesh, mesh_dim, self.need_transpose)
-
-    def on_output(self, tensor, mesh, mesh_dim):
-        return _cut_sequence(tensor, mesh, mesh_dim, self.need_transpose)
-
-
-def _cut_sequence(tensor, mesh, mesh_dim, transpose):
-    return moved(tensor.transpose(0, 1) if transpose else tensor, mesh, mesh_dim, Shard(0 if transpose else 1))
-
-
-def _whole_sequence(tensor, mesh, mesh_dim, transpose):
-    whole = moved(tensor, mesh, mesh_dim, Replicate())
-    return whole.transpose(0, 1) if transpose else whole
 
 
 _STAGES = {1: ShardingStage1, 2: ShardingStage2, 3: ShardingStage3}
@@ -171,17 +156,11 @@ def parallelize(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     plans = _resolve(model, config.get("mp_config", {}).get("parallelize_plan", {}))
     dim = mesh.dim("mp") if plans else 0
 
-    def place(name, layer, own_mesh):
-        for key, cut in _own_cuts(plans.get(name, ()), layer).items():
-            if layer._parameters.get(key) is not None:
-                placements: list[Any] = [Replicate()] * own_mesh.ndim
-                placements[dim] = Shard(cut)
-                distribute_(layer._parameters[key], own_mesh, placements)
-
-    distribute_module(model, mesh, place)
+    hooks = place_along(model, mesh, dim, lambda name, layer: {
+        key: Shard(cut) for only, plan in plans.get(name, ()) for key, cut in plan.cuts(layer).items() if only in (None, key)})
     for name, own in plans.items():
         for _, plan in own:
-            _add_hooks(model.get_submodule(name), plan, mesh, dim, model.__dict__["_tessera_hooks"])
+            _add_hooks(model.get_submodule(name), plan, mesh, dim, hooks)
     if optimizer is not None:
         optimizer = shard_optimizer(optimizer, _STAGES[level]("dp", mesh) if level else None)
     return model, optimizer
@@ -203,10 +182,6 @@ def _resolve(model: nn.Module, plan: Mapping[str, PlanBase | list]) -> dict[str,
             for name in names:
                 plans.setdefault(name, []).append((key, each))
     return plans
-
-
-def _own_cuts(plans, layer: nn.Module) -> dict[str, int]:
-    return {name: cut for only, plan in plans for name, cut in plan.cuts(layer).items() if only in (None, name)}
 
 
 def _add_hooks(layer: nn.Module, plan: PlanBase, mesh, dim: int, hooks: list) -> None:
