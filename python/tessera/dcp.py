@@ -1,9 +1,5 @@
-"""State dicts of sharded models and optimizers as functions of `torch.distributed.checkpoint` get them: DTensors, of which each
-rank has some rows.
-
-Nothing here is called by users: `state_dict()` of a sharded module, or of a `ShardedOptimizer`, returns such state where a
-function of that package has asked for it, and whole tensors otherwise. See docs/guide/checkpoints.md.
-"""
+"""State dicts as functions of `torch.distributed.checkpoint` get them from `state_dict()` of sharded modules and optimizers:
+DTensors, of which each rank has some rows. Others get whole tensors. See docs/guide/checkpoints.md."""
 
 from __future__ import annotations
 
@@ -92,6 +88,12 @@ def parameters_of(optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def _mesh_of(optimizer):
+    """As `Layout.mesh()`."""
+    params = parameters_of(optimizer)
+    return optimizer._model._layout.mesh(params[0].device) if params else None
+
+
 def ensure_state(optimizer) -> None:
     """Makes the state of a `ShardedOptimizer` that has not stepped: what its class makes for zero gradients. Collective."""
     if not optimizer._model._model.any_rank(len(optimizer.state) > 0):
@@ -100,7 +102,7 @@ def ensure_state(optimizer) -> None:
 
 def state_names(optimizer) -> dict[int, dict[str, Any]]:
     """Returns what each parameter's state has, also where it lies on other ranks, by the parameter's id. Collective."""
-    if not optimizer.keeps_rows:
+    if _mesh_of(optimizer) is None:
         return {}
     return {id(param): kinds for param, kinds in zip(parameters_of(optimizer), _kinds(optimizer)) if kinds is not None}
 
@@ -140,7 +142,7 @@ def _kinds(optimizer) -> list[dict[str, Any] | None]:
         state = optimizer.optimizer.state.get(part) if part.numel() else None
         own.append(state and {name: (value.dtype, value.shape == part.shape)
                               if isinstance(value, torch.Tensor) and value.dim() else value for name, value in state.items()})
-    group = optimizer._model._layout.mesh(torch.device("cpu" if not own else parameters_of(optimizer)[0].device)).get_group()
+    group = _mesh_of(optimizer).get_group()
     kinds = _first_of_each(own, group)
     others = {name for each in kinds for name, kind in (each or {}).items() if isinstance(kind, tuple) and not kind[1]}
     values = [None] * len(own)
@@ -162,7 +164,7 @@ def _first_of_each(own: list, group: dist.ProcessGroup) -> list:
 def state_of(optimizer) -> dict[str, Any]:
     """Returns the state of a `ShardedOptimizer`, as the optimizer inside would number it. Collective."""
     ensure_state(optimizer)  # so that it can be loaded into
-    if optimizer.keeps_rows:
+    if _mesh_of(optimizer) is not None:
         numbers = {id(param): number for number, param in enumerate(parameters_of(optimizer))}
         whole = {"state": _rows_of_state(optimizer), "param_groups": [
             {**{name: copy.deepcopy(value) for name, value in group.items() if name != "params"},

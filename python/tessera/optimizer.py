@@ -275,12 +275,6 @@ class ShardedOptimizer(InnerOptimizer):
     def state(self, state) -> None:
         self.optimizer.state = state
 
-    @property
-    def keeps_rows(self) -> bool:
-        """True if `torch.distributed.checkpoint` gets DTensors."""
-        params = dcp.parameters_of(self)
-        return bool(params) and self._model._layout.mesh(params[0].device) is not None
-
     def step(self, closure=None):
         """Waits for the reductions, and updates this rank's shards. Collective. Evaluates `closure` first, if there is
         one, and returns its loss. Raises if there was no backward since `zero_grad()`. In a hook that runs during backward,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,45 +17,23 @@ from .dist_tensor import (DeviceMesh, Placement, Replicate, Shard, _checked, _wh
                           distribute_module, from_local, is_dist, placements_of, redistribute)
 
 
-def _make(make: Callable, sizes: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], *last, value: tuple = (),
-          dtype: torch.dtype | None = None, device: torch.device | str | None = None,
-          requires_grad: bool = False) -> torch.Tensor:
+def _make(make: Callable, sizes: Sequence[int], *place, last: tuple = (), dtype: torch.dtype | None = None,
+          device: torch.device | str | None = None, requires_grad: bool = False) -> torch.Tensor:
+    *value, mesh, placements = place
     return make(list(sizes), *value, *_where(mesh, placements), dtype, device and torch.device(device), requires_grad, *last)
 
 
-def dist_zeros(sizes: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], **options) -> torch.Tensor:
-    """Returns a DistTensor of zeros, of global sizes `sizes`. Each rank makes its part only, and nothing is sent. `options`, of
-    all functions that make DistTensors: `dtype`, `device` and `requires_grad`."""
-    return _make(_C.dist_zeros, sizes, mesh, placements, **options)
+def _make_random(make: Callable, *args, generator: torch.Generator | None = None, **options) -> torch.Tensor:
+    return _make(make, *args, last=(generator,), **options)
 
 
-def dist_ones(sizes: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], **options) -> torch.Tensor:
-    return _make(_C.dist_ones, sizes, mesh, placements, **options)
-
-
-def dist_empty(sizes: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], **options) -> torch.Tensor:
-    return _make(_C.dist_empty, sizes, mesh, placements, **options)
-
-
-def dist_full(sizes: Sequence[int], fill_value: float, mesh: DeviceMesh, placements: Sequence[Placement],
-              **options) -> torch.Tensor:
-    return _make(_C.dist_full, sizes, mesh, placements, value=(fill_value,), **options)
-
-
-def dist_rand(sizes: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], *,
-              generator: torch.Generator | None = None, **options) -> torch.Tensor:
-    """Returns a DistTensor with the values, to the bit, that `torch.rand(sizes)` has in one process. All ranks call it, with
-    generators in one state."""
-    return _make(_C.dist_rand, sizes, mesh, placements, generator, **options)
-
-
-def dist_randn(sizes: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], *,
-               generator: torch.Generator | None = None, **options) -> torch.Tensor:
-    """As `dist_rand()`, for `torch.randn(sizes)`."""
-    return _make(_C.dist_randn, sizes, mesh, placements, generator, **options)
-
-
-# --- local_map, rules ----------------------------------------------------------------------------
+# dist_zeros(sizes, mesh, placements, *, dtype=None, device=None, requires_grad=False) and so on, and dist_full(sizes, value,
+# mesh, placements), return DistTensors of these global sizes. Each rank makes its part only, and nothing is sent.
+dist_zeros, dist_ones = functools.partial(_make, _C.dist_zeros), functools.partial(_make, _C.dist_ones)
+dist_empty, dist_full = functools.partial(_make, _C.dist_empty), functools.partial(_make, _C.dist_full)
+# These have the values, to the bit, of torch.rand(sizes) and torch.randn(sizes) in one process, and also take a `generator`.
+# All ranks call them, with generators in one state.
+dist_rand, dist_randn = functools.partial(_make_random, _C.dist_rand), functools.partial(_make_random, _C.dist_randn)
 
 
 def local_map(fn: Callable, out_placements, in_placements=None, in_grad_placements=None, mesh: DeviceMesh | None = None, *,
@@ -111,9 +90,6 @@ def register_rule(name: str, rule: Callable, *, size_argument: str = "", splits:
     _C.register_rule(name, rule, size_argument, splits)
 
 
-# --- context parallelism -------------------------------------------------------------------------
-
-
 class ContextParallel:
     """A context in which `scaled_dot_product_attention` of DistTensors that are cut along the sequence is computed by ring
     attention: no rank gathers keys and values.
@@ -145,9 +121,6 @@ def balance_sequence(tensor: torch.Tensor, dim: int, mesh: DeviceMesh, mesh_dim:
 def unbalance_sequence(tensor: torch.Tensor, dim: int, mesh: DeviceMesh, mesh_dim: str | int | None = None) -> torch.Tensor:
     """Reverses `balance_sequence()`, for outputs."""
     return _C.unbalance_sequence(tensor, dim, _checked(mesh), mesh_dim)
-
-
-# --- parallelize_module --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
