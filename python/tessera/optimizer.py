@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -113,20 +114,10 @@ def _of_inside(name: str) -> property:
 class _StateByParameter(MutableMapping):
     """The state of an optimizer inside by the model's parameters. That keeps it by this rank's parts of them."""
 
-    def __init__(self, sharded: "ShardedOptimizer"):
-        self._sharded, self._optimizer, self._part_of = sharded, sharded.optimizer, sharded._sharded.part_of
-
-    def __bool__(self):
-        if dcp.is_asking():  # whether it must make state itself, by means that a sharded model does not have
-            dcp.ensure_state(self._sharded)
-            self._sharded._state_names = dcp.state_names(self._sharded)
-            return True
-        return len(self) > 0
+    def __init__(self, optimizer: torch.optim.Optimizer, part_of: Callable[[torch.Tensor], torch.Tensor]):
+        self._optimizer, self._part_of = optimizer, part_of
 
     def __getitem__(self, parameter):
-        names = self._sharded._state_names.get(id(parameter))
-        if names is not None and not self._part_of(parameter).numel() and dcp.is_asking():
-            return names
         return self._optimizer.state[self._part_of(parameter)]
 
     def __setitem__(self, parameter, state):
@@ -146,6 +137,28 @@ class _StateByParameter(MutableMapping):
 
     def __repr__(self):
         return repr(dict(self))
+
+
+class _ShardedState(_StateByParameter):
+    """That of a `ShardedOptimizer`, which is never empty for `torch.distributed.checkpoint`: that would make state itself, by
+    means that a sharded model does not have."""
+
+    def __init__(self, sharded: "ShardedOptimizer"):
+        super().__init__(sharded.optimizer, sharded._sharded.part_of)
+        self._sharded = sharded
+
+    def __bool__(self):
+        if not dcp.is_asking():
+            return len(self) > 0
+        dcp.ensure_state(self._sharded)
+        self._sharded._state_names = dcp.state_names(self._sharded)
+        return True
+
+    def __getitem__(self, parameter):
+        names = self._sharded._state_names.get(id(parameter))
+        if names is not None and not self._part_of(parameter).numel() and dcp.is_asking():
+            return names
+        return super().__getitem__(parameter)
 
 
 class InnerOptimizer(torch.optim.Optimizer):
@@ -193,18 +206,26 @@ def _call_after_backward(number: int, call: Callable) -> None:
     if deferred is None:
         deferred = _deferred[task] = _Deferred()
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(lambda: queue(lambda: _call_deferred(task, deferred)))  # after the engine's own, which end the model's backward
+        queue(lambda: queue(lambda: _call_deferred(deferred)))  # after the engine's own, which end the model's backward
     deferred.setdefault(number, []).append(call)
 
 
-def _call_deferred(task: int, deferred: _Deferred) -> None:
+@contextlib.contextmanager
+def ends_backward():
+    """A context at the end of the backward that runs, when all gradients of models have been reduced: optimizers may step."""
+    task = torch._C._current_graph_task_id()
     _settled.append(task)
     try:
+        yield
+    finally:
+        _settled.remove(task)
+
+
+def _call_deferred(deferred: _Deferred) -> None:
+    with ends_backward():
         for _, calls in sorted(deferred.items()):
             for call in calls:
                 call()
-    finally:
-        _settled.remove(task)
 
 
 def _refuse_in_backward(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
@@ -269,7 +290,7 @@ class ShardedOptimizer(InnerOptimizer):
 
     @property
     def state(self) -> MutableMapping[torch.Tensor, dict]:
-        return _StateByParameter(self)
+        return _ShardedState(self)
 
     @state.setter
     def state(self, state) -> None:

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 from .. import _C
+from ..optimizer import ends_backward
 from ..parameter import make_sharded
 from ..sharded_module import _read_whole, _show_grad, gather_in_state_dict, take_on_all_ranks
 from ..world import ProcessGroup, init, resolve_group
@@ -160,11 +161,12 @@ class _Root:
             queue(lambda: queue(self._call_hooks))  # after the engine's own end of the backward
 
     def _call_hooks(self) -> None:
-        for parameter in dict.fromkeys(parameter for _, parameter, _ in self._parameters()):
-            hooks = parameter.__dict__[_REGISTER].hooks
-            if hooks and place_of(parameter).model.has_reduced_grad(parameter):
-                for hook in list(hooks.values()):
-                    hook(parameter)
+        with ends_backward():
+            for parameter in dict.fromkeys(parameter for _, parameter, _ in self._parameters()):
+                hooks = parameter.__dict__[_REGISTER].hooks
+                if hooks and place_of(parameter).model.has_reduced_grad(parameter):
+                    for hook in list(hooks.values()):
+                        hook(parameter)
 
     def resident_bytes(self, blocks: Iterable[_Block]) -> int:
         """The bytes of those of a model's blocks that stay gathered after forward; -1 if these are all."""
