@@ -83,7 +83,7 @@ def test_transformers_own_trainer(tmp_path):
     _need("transformers")
     script = tmp_path / "alone.py"
     script.write_text(TRAINER_ALONE.format(examples=str(EXAMPLES)))
-    # Until the first evaluation, which takes numbers from the generator of the dropout.
+    # Until the first evaluation: that takes numbers from the generator of the dropout.
     expected = f'losses {_numbers("trainer_hf.py", 2, str(tmp_path / "expected"))["losses"][:4]}'[:-1]
     for optimizer in ("plain", "sharded"):
         output, status = _run(script, 2, str(tmp_path / optimizer), optimizer)

@@ -91,7 +91,7 @@ TEST(AsyncCheckpoint, AnErrorComesWithTheNextCallOnEveryRankAndNothingIsLost) {
   EXPECT_EQ(names_in(scratch / ""), std::vector<std::string>{"one"});
 }
 
-// Rank 0, which publishes the checkpoint, waits for the part of the other.
+// Rank 0 publishes the checkpoint, and waits for the part of the other.
 TEST(AsyncCheckpoint, AnErrorOfAnotherRankEndsTheWaitForItsPart) {
   const ScratchDirectory scratch;
   run_world(2, [&](World& world) {

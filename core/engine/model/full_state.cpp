@@ -114,12 +114,13 @@ at::Tensor gather_part(ShardedState& state, const ParamIndex& place, const at::T
   return gather_whole(state, place, flat.to(unit.layout().device));
 }
 
-at::Tensor cut_part(const ShardedState& state, const ParamIndex& place, const at::Tensor& whole) {
+at::Tensor cut_part(const ShardedState& state, const ParamIndex& place, const at::Tensor& whole,
+                    const char* function) {
   at::NoGradGuard no_grad;
   const ParamSlot& param = state.slot(place);
-  TORCH_CHECK_VALUE(whole.sizes() == at::IntArrayRef(param.global_sizes()), "[cut] a tensor for '",
-                    param.name(), "' must have its shape ", param.global_sizes(), "; got ",
-                    whole.sizes());
+  TORCH_CHECK_VALUE(whole.sizes() == at::IntArrayRef(param.global_sizes()), "[", function,
+                    "] a tensor for '", param.name(), "' must have its shape ",
+                    param.global_sizes(), "; got ", whole.sizes());
   const Unit& unit = *state.units()[place.unit];
   const auto [begin, end] = unit.updated_range(param);
   if (begin == end) return at::empty({0}, whole.options());

@@ -36,18 +36,13 @@ void set_full_grad(ShardedState& state, const ParamIndex& place, const at::Tenso
   at::NoGradGuard no_grad;
   state.check_no_join("set_full_grad()");
   state.reducer().settle();
-  const ParamSlot& param = state.slot(place);
-  const at::IntArrayRef sizes = param.dist ? at::IntArrayRef(param.dist->sizes) : param.sizes;
-  TORCH_CHECK_VALUE(value.sizes() == sizes, "[set_full_grad] the gradient of '", param.name(),
-                    "' must have its shape ", sizes, "; got ", value.sizes());
+  const at::Tensor part = cut_part(state, place, value, "set_full_grad");
   const UnitGradients& gradients = *state.reducer().gradients()[place.unit];
-  TORCH_CHECK(gradients.is_live(place.slot), "[set_full_grad] '", param.name(),
+  TORCH_CHECK(gradients.is_live(place.slot), "[set_full_grad] '", state.slot(place).name(),
               "' has no reduced gradient that could be set: there must be a backward that uses it "
               "since zero_grad(), and not only under no_sync()");
-  const auto [begin, end] = state.units()[place.unit]->updated_range(param);
-  const at::Tensor flat = flat_in_order(local_value(param, value), param.strides);
-  if (begin == end) return;
-  gradients.reduced(begin, end).copy_(flat.narrow(0, begin - param.offset, end - begin));
+  const auto [begin, end] = state.units()[place.unit]->updated_range(state.slot(place));
+  if (begin < end) gradients.reduced(begin, end).copy_(at::as_strided(part, {end - begin}, {1}));
 }
 
 at::Tensor local_grad(ShardedState& state, const ParamIndex& place) {

@@ -113,7 +113,7 @@ at::Tensor ShardedModule::gather(const at::Tensor& parameter, const at::Tensor& 
   return gather_part(*state(), place_of(*state(), parameter, "gather"), part);
 }
 at::Tensor ShardedModule::cut(const at::Tensor& parameter, const at::Tensor& whole) {
-  return cut_part(*state(), place_of(*state(), parameter, "cut"), whole);
+  return cut_part(*state(), place_of(*state(), parameter, "cut"), whole, "cut");
 }
 
 at::Tensor ShardedModule::full_grad(const at::Tensor& parameter) {

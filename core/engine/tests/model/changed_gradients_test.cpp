@@ -8,8 +8,12 @@ namespace tessera::testing::changed_gradients_test {
 
 constexpr double kRate = 0.125;
 
+// The first weight is stored by columns.
 std::shared_ptr<Mlp> make_mlp() {
-  return seeded(7, [] { return std::make_shared<Mlp>(37, 2, 5); });
+  const auto net = seeded(7, [] { return std::make_shared<Mlp>(37, 2, 5); });
+  const at::Tensor weight = net->fcs[0]->weight;
+  weight.set_data(weight.detach().t().contiguous().t());
+  return net;
 }
 
 void on_sizes(const std::function<void(World&, const ShardPlan&)>& f) {
