@@ -140,10 +140,10 @@ def test_interrupts_end_all_ranks(interrupted):
         assert process.returncode not in (0, -signal.SIGSEGV, -signal.SIGABRT), errors
 
 
-INTERACTIVE = """import tessera
+INTERACTIVE = """import os, tessera
 def work(value):
     tessera.init()
-    print("rank", tessera.rank(), "of", tessera.size(), "has", value, flush=True)
+    os.write(1, b"rank %d of %d has %d\\n" % (tessera.rank(), tessera.size(), value))
 
 tessera.spawn(work, 2, (7,))
 tessera.spawn(work, 2, (7,), start_method="fork")

@@ -120,7 +120,7 @@ at::Tensor cut_part(const ShardedState& state, const ParamIndex& place, const at
   const ParamSlot& param = state.slot(place);
   TORCH_CHECK_VALUE(whole.sizes() == at::IntArrayRef(param.global_sizes()), "[", function,
                     "] a tensor for '", param.name(), "' must have its shape ",
-                    param.global_sizes(), "; got ", whole.sizes());
+                    at::IntArrayRef(param.global_sizes()), "; got ", whole.sizes());
   const Unit& unit = *state.units()[place.unit];
   const auto [begin, end] = unit.updated_range(param);
   if (begin == end) return at::empty({0}, whole.options());
