@@ -54,6 +54,8 @@ def main():
                           "evaluations": logged(trainer, "eval_loss"), "resumed": logged(resumed, "loss", after=4)}))
     best = trainer.evaluate()["eval_loss"]
     assert best == trainer.state.best_metric, "the best checkpoint was not loaded"
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # at exit, its threads may else abort the process
 
 
 if __name__ == "__main__":
