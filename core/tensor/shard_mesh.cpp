@@ -1,5 +1,6 @@
 #include "tensor/shard_mesh.h"
 
+#include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 
@@ -78,6 +79,13 @@ std::vector<std::string> ShardMesh::all_gather_bytes(const std::string& bytes,
 void ShardMesh::all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) const {
   blocking_all_reduce(*shard_, tensor, op, tag);
   blocking_all_reduce(*replicate_, tensor, op, tag);
+}
+
+bool ShardMesh::any(bool value, const CollectiveTag& tag) const {
+  const at::Tensor found = at::full({1}, value ? 1 : 0, at::kFloat);
+  all_reduce(found, ReduceOp::kMax, tag);
+  blocking_all_reduce(*parts_, found, ReduceOp::kMax, tag);
+  return found.item<float>() > 0;
 }
 
 void ShardMesh::broadcast(const at::Tensor& tensor, const CollectiveTag& tag) const {

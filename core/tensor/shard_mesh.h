@@ -40,6 +40,9 @@ class ShardMesh {
                                             const CollectiveTag& tag) const;
   /// Reduces a small `tensor` of host memory over all ranks. Collective; blocks.
   void all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) const;
+  /// Returns true if `value` is true on any rank, those with other parts of DistTensors included.
+  /// Collective; blocks.
+  bool any(bool value, const CollectiveTag& tag) const;
   /// Copies `tensor` of rank 0 to all. Collective; blocks.
   void broadcast(const at::Tensor& tensor, const CollectiveTag& tag) const;
 

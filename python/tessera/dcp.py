@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from . import _C, world
+from .parameter import parameters_of
 
 _meshes: "weakref.WeakKeyDictionary[dist.ProcessGroup, Any]" = weakref.WeakKeyDictionary()
 
@@ -82,10 +83,6 @@ def is_dtensor(value: Any) -> bool:
 
 
 # --- optimizers --------------------------------------------------------------------------------
-
-
-def parameters_of(optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _mesh_of(optimizer):

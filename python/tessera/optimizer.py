@@ -8,13 +8,14 @@ import inspect
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _C, dcp
 from .foreign import refuse_rank_zero_alone
+from .parameter import parameters_of
 from .sharded_module import ShardedModule
 
 # Their fused operators step all parameters of a group at once, also on the CPU.
@@ -130,7 +131,7 @@ class _StateByParameter(MutableMapping):
         return self._part_of(parameter) in self._optimizer.state
 
     def __iter__(self):
-        return (param for group in self._optimizer.param_groups for param in group["params"] if param in self)
+        return filter(self.__contains__, parameters_of(self._optimizer))
 
     def __len__(self):
         return sum(1 for _ in self)
@@ -192,10 +193,6 @@ _settled = [-1]  # backwards that don't run, or are at their end
 _numbers = itertools.count()
 
 
-def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    return (param for group in optimizer.param_groups for param in group["params"])
-
-
 def _call_after_backward(number: int, call: Callable) -> None:
     """Makes a call at once, or at the end of the backward that runs; then optimizers take turns in the order in which they
     were made, which is the same on all ranks."""
@@ -231,7 +228,7 @@ def _call_deferred(deferred: _Deferred) -> None:
 def _refuse_in_backward(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
     # A hook of a parameter sees this rank's own gradient.
     in_hook = torch._C._current_graph_task_id() not in _settled and not isinstance(optimizer, InnerOptimizer)
-    if in_hook and any(map(_C.is_sharded, _params_of(optimizer))):
+    if in_hook and any(map(_C.is_sharded, parameters_of(optimizer))):
         raise RuntimeError("[tessera] a plain optimizer can't step parameters of a sharded model during backward, when their "
                            "gradients are not reduced yet: give the hook a ShardedOptimizer, which steps when backward ends")
 
@@ -283,7 +280,7 @@ class ShardedOptimizer(InnerOptimizer):
                         optimizer.register_load_state_dict_pre_hook(_refuse_state)]
 
     def _refuse_step(self, optimizer: torch.optim.Optimizer) -> None:
-        param = next(_params_of(optimizer))
+        param = parameters_of(optimizer)[0]
         if self._sharded.part_of(param) is not param:  # outside of step(), which lends it the parts
             raise RuntimeError("[ShardedOptimizer] the optimizer inside is stepped by the ShardedOptimizer: call that one's "
                                "step()")

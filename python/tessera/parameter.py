@@ -78,6 +78,10 @@ def _sharded_class(base: type) -> type:
         "__doc__": "A parameter of a sharded model."})
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def make_sharded(parameter: torch.Tensor, show_grad: Callable, read_whole: Callable, layout=None) -> None:
     """Turns a parameter into one whose `.grad` is `show_grad(parameter)`, and whose whole value for a state dict
     `read_whole(parameter)`. `layout`: a `dcp.Layout`, of the rows that `torch.distributed.checkpoint` gets; None: it gets whole

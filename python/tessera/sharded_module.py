@@ -210,10 +210,6 @@ class ShardedModule(Wrapper):
                 whole, nbytes = {}, 0
         self.load_full_state(whole, strict=False)
 
-    def full_names(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yields the names and tensors that a state dict has."""
-        return names_in_state(self.module)
-
     def no_sync(self):
         """A context in which backward keeps this rank's own gradients, and sends nothing; the next backward after it
         reduces their sum."""

@@ -113,7 +113,7 @@ def _all_levels():
 # On three ranks, thirds are rounded in another order.
 @pytest.mark.parametrize("size, transport", [(1, ""), (2, "gloo"), (2, "arena"), (3, "arena")])
 def test_changed_gradients_are_stepped(ranks, size, transport):
-    close = torch.equal if size < 3 else functools.partial(torch.allclose, rtol=1e-3, atol=1e-4)
+    close = torch.equal if size < 3 else functools.partial(torch.allclose, rtol=1e-5, atol=1e-5)
     alone = {name: _alone(change, size) for name, change in CHANGES.items() if size < 3 or name != "parts"}
     for results in ranks(size, _all_levels, transport=transport):
         for (level, number, name), (state, seen) in results.items():

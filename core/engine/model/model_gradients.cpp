@@ -54,10 +54,7 @@ at::Tensor local_grad(ShardedState& state, const ParamIndex& place) {
   const Unit& unit = *state.units()[place.unit];
   const auto [begin, end] = unit.updated_range(param);
   if (begin == end || !gradients.is_live(place.slot)) return {};
-  const at::Tensor part = gradients.reduced(begin, end);
-  const bool is_whole =
-      unit.layout().partition == Partition::kWholeParam && part.numel() == param.numel;
-  return is_whole ? at::as_strided(part, param.sizes, param.strides, part.storage_offset()) : part;
+  return in_shape(unit, param, gradients.reduced(begin, end));
 }
 
 bool has_grad(ShardedState& state, const ParamIndex& place) {

@@ -1,11 +1,9 @@
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/full.h>
 #include <fmt/format.h>
 #include <tessera/engine/fully_shard.h>
 
 #include <array>
 
-#include "comm/group/blocking_all_reduce.h"
 #include "comm/group/progress.h"
 #include "engine/model/full_state.h"
 #include "engine/model/join_scope.h"
@@ -147,10 +145,7 @@ at::ScalarType ShardedModule::grad_dtype(const at::Tensor& parameter) {
 }
 
 bool ShardedModule::any_rank(bool value) {
-  const at::Tensor found = at::full({1}, value ? 1 : 0, at::kFloat);
-  for (ProcessGroup* process_group : {&state()->mesh().shard(), &state()->mesh().parts()})
-    blocking_all_reduce(*process_group, found, ReduceOp::kMax, {"any rank", Channel::kControl});
-  return found.item<float>() > 0;
+  return state()->mesh().any(value, {"any rank", Channel::kControl});
 }
 
 void ShardedModule::zero_grad(bool set_to_none) {

@@ -145,8 +145,7 @@ bool GradScaler::Impl::unscale(ShardedOptimizer& optimizer) {
               "sharded model has a gradient");
   const at::Tensor found_inf = unscale_parts(collect_gradients(optimizer, state));
   // Each rank has checked its own parts only: skipping must be agreed on.
-  state.mesh().all_reduce(found_inf, ReduceOp::kMax, kFoundInf);
-  blocking_all_reduce(state.mesh().parts(), found_inf, ReduceOp::kMax, kFoundInf);
+  found_inf.fill_(state.mesh().any(found_inf.item<float>() > 0, kFoundInf));
   return on_any_rank(found_inf);
 }
 

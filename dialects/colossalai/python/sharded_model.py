@@ -48,7 +48,7 @@ class ShardedModelV2(ShardedModule):
             sync_buffers)
         parameters, buffers = named_tensors(module)
         model = _C.ShardedModelV2(parameters, buffers, strategy, options)
-        super().__init__(module, model.sharded(), {"param_dtype": made[0].dtype if made else None})
+        super().__init__(module, model.sharded(), {"group": group, "param_dtype": made[0].dtype if made else None})
         self._model_v2 = model
         self.shard_strategy = shard_strategy
         self.group = group

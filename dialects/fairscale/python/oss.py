@@ -12,6 +12,7 @@ from torch.optim import SGD, Optimizer
 
 from .. import _C
 from ..optimizer import use_fused
+from ..parameter import parameters_of
 from ..world import resolve_group
 
 
@@ -82,10 +83,6 @@ class OSS(Optimizer):
         self._take_options()
         return result
 
-    def _params(self):
-        for group in self.param_groups:
-            yield from group["params"]
-
     # --- FairScale's functions ---
 
     @property
@@ -99,7 +96,7 @@ class OSS(Optimizer):
         if self._inner is None:
             return self.__dict__["state"]
         states = self._inner.state
-        pairs = ((param, self._oss.part_of(param)) for param in self._params())
+        pairs = ((param, self._oss.part_of(param)) for param in parameters_of(self))
         return {param: states[held] for param, held in pairs if held in states}
 
     @state.setter
@@ -124,7 +121,7 @@ class OSS(Optimizer):
         """Clears the gradients, or sets them to zero. Not collective."""
         if not set_to_none or self._ddp is None:
             return super().zero_grad(set_to_none)
-        for param in self._params():
+        for param in parameters_of(self):
             param.grad = None  # also of those whose gradient another rank has
 
     def add_param_group(self, param_group: dict) -> None:
@@ -149,7 +146,7 @@ class OSS(Optimizer):
         `filter_params_fn`: given all parameters, returns those to be counted and scaled."""
         accepts = None
         if filter_params_fn is not None:
-            kept = {id(param) for param in filter_params_fn(list(self._params()))}
+            kept = {id(param) for param in filter_params_fn(parameters_of(self))}
             accepts = lambda param: id(param) in kept
         return torch.tensor(self._oss.clip_grad_norm(float(max_norm), float(norm_type), accepts))
 
@@ -191,13 +188,13 @@ class OSS(Optimizer):
 
     @property
     def _param_to_index(self) -> dict[int, int]:
-        return {id(param): index for index, param in enumerate(self._params())}
+        return {id(param): index for index, param in enumerate(parameters_of(self))}
 
     @property
     def _per_device_params(self) -> dict[torch.device, list[list[torch.Tensor]]]:
         devices: dict = {}
         owner = self._param_to_rank
-        for param in self._params():
+        for param in parameters_of(self):
             devices.setdefault(param.device, [[] for _ in range(self.world_size)])[owner[param]].append(param)
         for ranks in devices.values():
             for params in ranks:
@@ -207,7 +204,7 @@ class OSS(Optimizer):
     @property
     def _local_params(self) -> list[torch.Tensor]:
         owner = self._param_to_rank
-        return [param for param in self._params() if owner[param] == self.rank and param.grad is not None]
+        return [param for param in parameters_of(self) if owner[param] == self.rank and param.grad is not None]
 
     @property
     def _default_device(self) -> torch.device:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .. import _C
+from ..parameter import parameters_of
 from ..sharded_module import Wrapper, named_tensors, read_copy
 from ..world import resolve_group
 from .oss import OSS
@@ -57,7 +58,7 @@ class ShardedDataParallel(Wrapper):
                                            *self._options)
         for optimizer in self._optimizers:
             optimizer._ddp = self
-        shown = ((param, optimizer._oss.gradient) for optimizer in self._optimizers for param in optimizer._params())
+        shown = ((param, optimizer._oss.gradient) for optimizer in self._optimizers for param in parameters_of(optimizer))
         self._take_over(shown, read_copy)
 
     def forward(self, *inputs, **kwargs):

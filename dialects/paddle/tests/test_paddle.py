@@ -155,23 +155,32 @@ _PLANS = {
 }
 
 
-def _parallelized(name, level):
-    mesh = ProcessMesh(torch.arange(tessera.size()).view(1, -1), ["dp", "mp"])
-    torch.manual_seed(3)
-    model = _Mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    set_mesh(mesh)
-    assert get_mesh() is mesh
-    model, optimizer = parallelize(model, optimizer, config={"mp_config": {"parallelize_plan": _PLANS[name]},
-                                                             "dp_config": {"sharding_level": level}})
+def _losses(model, optimizer):
     losses = []
     for step in range(3):
         tokens = torch.randint(12, (4, 6), generator=torch.Generator().manual_seed(step))
-        optimizer.clear_grad()
+        getattr(optimizer, "clear_grad", optimizer.zero_grad)()
         loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten() % 5)
         loss.backward()
         optimizer.step()
         losses.append(float(tessera.full_tensor(loss) if loss.is_dist() else loss))
+    return losses
+
+
+def _make_mlp():
+    torch.manual_seed(3)
+    model = _Mlp()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def _parallelized(name, level):
+    mesh = ProcessMesh(torch.arange(tessera.size()).view(1, -1), ["dp", "mp"])
+    model, optimizer = _make_mlp()
+    set_mesh(mesh)
+    assert get_mesh() is mesh
+    model, optimizer = parallelize(model, optimizer, config={"mp_config": {"parallelize_plan": _PLANS[name]},
+                                                             "dp_config": {"sharding_level": level}})
+    losses = _losses(model, optimizer)
     if "columns" in name:
         assert model.up.weight.placements == [Replicate(), Shard(0)] and model.up.weight.process_mesh == mesh
     return losses
@@ -179,17 +188,7 @@ def _parallelized(name, level):
 
 @pytest.mark.parametrize("name", _PLANS)
 def test_parallelize(ranks, name):
-    torch.manual_seed(3)
-    model = _Mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    want = []
-    for step in range(3):
-        tokens = torch.randint(12, (4, 6), generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten() % 5)
-        loss.backward()
-        optimizer.step()
-        want.append(loss.item())
+    want = _losses(*_make_mlp())
     for level in (0, 1) if "columns" in name else (0,):
         for losses in ranks(2, _parallelized, name, level):
             torch.testing.assert_close(losses, want, rtol=1e-5, atol=0)

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import _C
 from ..optimizer import InnerOptimizer, _StateByParameter
+from ..parameter import parameters_of
 
 _HOOKS = tuple(f"_optimizer_{kind}_hooks" for kind in (
     "step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"))
@@ -68,10 +69,6 @@ def _no_hooks() -> dict[str, OrderedDict]:
     return {hooks: OrderedDict() for hooks in _HOOKS}
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 def _model_of(parameter: torch.Tensor) -> _C.Model | None:
     place = place_of(parameter)
     return place.model if place else None
@@ -119,7 +116,7 @@ class _Sharded:
     def refresh(self) -> None:
         """Takes over options that were changed, and parameters that were added."""
         self._show_groups(self._rest, None)
-        for model in dict.fromkeys(map(_model_of, _parameters_of(self._optimizer))):
+        for model in dict.fromkeys(map(_model_of, parameters_of(self._optimizer))):
             if model is not None and model not in self._engines:
                 alike = self._alike()
                 self._show_groups(alike, model)
@@ -134,25 +131,25 @@ class _Sharded:
     def step(self) -> None:
         self.refresh()
         for model, (alike, engine) in self._engines.items():
-            if any(model.has_grad(param) for param in _parameters_of(alike)):
+            if any(model.has_grad(param) for param in parameters_of(alike)):
                 engine.step()
-        if _parameters_of(self._rest):
+        if parameters_of(self._rest):
             self._rest.step()
         for alike in (self._rest, *(alike for alike, _ in self._engines.values())):
             for group, own in zip(self.param_groups, alike.param_groups):
                 group.update((name, own[name]) for name in group if name != "params" and own[name] is not group[name])
 
     def _numbers(self, parameters: Iterable[torch.Tensor]) -> list[int]:
-        numbers = {id(param): number for number, param in enumerate(_parameters_of(self._optimizer))}
+        numbers = {id(param): number for number, param in enumerate(parameters_of(self._optimizer))}
         return [numbers[id(param)] for param in parameters]
 
     def _whole(self, state_dict: dict) -> dict:
         """Returns the state dict that one process would have. Collective."""
         self.refresh()
-        rest = _parameters_of(self._rest)
+        rest = parameters_of(self._rest)
         state = {number: self.state[param] for number, param in zip(self._numbers(rest), rest) if param in self.state}
         for alike, engine in self._engines.values():
-            numbers = self._numbers(_parameters_of(alike))
+            numbers = self._numbers(parameters_of(alike))
             state.update((numbers[own], value) for own, value in engine.full_state_dict(-1)["state"].items())
         return {**state_dict, "state": dict(sorted(state.items()))}
 
@@ -161,12 +158,12 @@ class _Sharded:
         numbers = {key: number for number, key in enumerate(order)}
         self._given = {"param_groups": state_dict["param_groups"],
                        "state": {numbers[key]: value for key, value in state_dict["state"].items() if key in numbers}}
-        rest = {order[number] for number in self._numbers(_parameters_of(self._rest)) if number < len(order)}
+        rest = {order[number] for number in self._numbers(parameters_of(self._rest)) if number < len(order)}
         return {**state_dict, "state": {key: value for key, value in state_dict["state"].items() if key in rest}}
 
     def _after_load(self) -> None:
         rest, self._optimizer.state = self._optimizer.state, _StateByParameter(self, self._key)
-        for param in _parameters_of(self._rest):
+        for param in parameters_of(self._rest):
             self.state.pop(param, None)
         self.state.update(rest)
         self.refresh()
@@ -174,7 +171,7 @@ class _Sharded:
 
     def _load(self, whole: dict) -> None:
         for alike, engine in self._engines.values():
-            numbers = self._numbers(_parameters_of(alike))
+            numbers = self._numbers(parameters_of(alike))
             own = {number: place for place, number in enumerate(numbers)}
             places = iter(range(len(numbers)))
             groups = [{**saved, "params": [next(places) for _ in group["params"]]}
@@ -205,7 +202,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
     steps = optimizer.__dict__.get("_steps_sharded", False)
     if steps is None:  # one that the engine steps
         return None
-    parameters = _parameters_of(optimizer)
+    parameters = parameters_of(optimizer)
     for call in before_first_step:
         call(parameters)
     if not steps:

@@ -130,4 +130,15 @@ TEST(FullValue, HasTheDigitsOfTheMasterCopy) {
   });
 }
 
+TEST(AnyRank, IsOneOfAnyReplica) {
+  run_world(4, [](World& world) {
+    const auto groups = world.hybrid_process_groups(2);
+    const auto net = make_mlp();
+    auto sharded =
+        fully_shard(net, {.process_group = groups.shard, .replicate_group = groups.replicate});
+    for (int rank = 0; rank < 4; ++rank) EXPECT_TRUE(sharded.any_rank(world.rank() == rank));
+    EXPECT_FALSE(sharded.any_rank(false));
+  });
+}
+
 }  // namespace tessera::testing::changed_gradients_test
