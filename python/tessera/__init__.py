@@ -16,6 +16,7 @@ import torch  # first: the process has one LibTorch
 from . import _C
 from .checkpoint import (AsyncCheckpointer, best_checkpoint, latest_checkpoint, load_checkpoint, load_state_dict, save_checkpoint,
                          save_state_dict)
+from .compile import inductor
 from .cpu_adam import CPUAdam
 from .deferred_init import DeferredInit, is_deferred, materialize
 from .dist_optimizer import DistOptimizer
@@ -40,7 +41,7 @@ __all__ = [
     "PrepareModuleOutput", "ProcessGroup", "Replicate", "RowwiseParallel", "SequenceParallel", "Shard", "ShardedModule",
     "ShardedOptimizer", "StrictOperators", "balance_sequence", "best_checkpoint", "dist_empty", "dist_full", "dist_ones",
     "dist_rand", "dist_randn", "dist_zeros", "distribute", "distribute_", "distribute_module", "from_local", "full_tensor",
-    "fully_shard", "init", "is_deferred", "is_dist", "is_initialized", "latest_checkpoint", "load_checkpoint",
+    "fully_shard", "inductor", "init", "is_deferred", "is_dist", "is_initialized", "latest_checkpoint", "load_checkpoint",
     "load_state_dict", "local_map", "materialize", "mesh_of", "new_group", "parallelize_module", "placements_of", "plan",
     "rank", "redistribute", "register_rule", "save_checkpoint", "save_state_dict", "shutdown", "size", "spawn", "to_local",
     "unbalance_sequence", "unwrap", "use_page_heap",

@@ -39,8 +39,8 @@ class _Prepared:
         state = accelerate.state.AcceleratorState._shared_state if accelerate else {}
         precision, compiles = state.get("_mixed_precision"), state.get("dynamo_plugin")
         if precision == "fp8" or compiles and compiles.backend != "NO":
-            raise ValueError("[tessera] accelerate can't turn on fp8 or torch.compile for a sharded module: call torch.compile() "
-                             "on what fully_shard() returned, before prepare()")
+            raise ValueError("[tessera] accelerate can't turn on fp8 or torch.compile for a sharded module: call "
+                             "torch.compile(sharded, backend=tessera.inductor) on what fully_shard() returned, before prepare()")
         module = self._module()
         if precision in ("bf16", "fp16") and "_original_forward" not in module.__dict__:
             autocast = accelerate.utils.modeling.get_mixed_precision_context_manager(native_amp=True)

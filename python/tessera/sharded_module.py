@@ -155,7 +155,7 @@ class ShardedModule(Wrapper):
     own data.
     """
 
-    _saves_masters = True  # in state_dict()
+    _saves_masters = staticmethod(lambda: True)  # in state_dict()
 
     def __init__(self, module: nn.Module, model: _C.Model, plan: Mapping[str, Any]):
         super().__init__(module)
@@ -163,10 +163,10 @@ class ShardedModule(Wrapper):
         self._gathers = plan.get("level") == "p_g_os" or plan.get("param_dtype") is not None  # in state_dict()
         self._casts_to = plan.get("param_dtype") if plan.get("cast_inputs", True) else None
         self._layout = dcp.Layout(plan)
-        shown = weakref.ref(model)
+        shown, saves_masters = weakref.ref(model), self._saves_masters
         self._take_over(((parameter, lambda it, name=name: _show_grad(shown(), it, name))
                         for name, parameter in module.named_parameters()),
-                        (lambda it: _read_whole(shown(), it)) if self._saves_masters else read_copy, self._layout)
+                        lambda it: _read_whole(shown(), it) if saves_masters() else read_copy(it), self._layout)
 
     def forward(self, *args, **kwargs):
         self._model.begin_forward()
@@ -311,8 +311,8 @@ def fully_shard(module: nn.Module, *, level: str = "p_g_os", group=None, **plan)
         raise TypeError(f"fully_shard() takes a torch.nn.Module; got {type(module).__name__}")
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo and isinstance(module, dynamo.OptimizedModule):
-        raise ValueError("[fully_shard] the module was compiled by torch.compile, which sharded parameters do not support "
-                         "yet: give the module before torch.compile")
+        raise ValueError("[fully_shard] the module was compiled by torch.compile already: give fully_shard() the module before, "
+                         "and compile what it returns, by torch.compile(sharded, backend=tessera.inductor)")
     # On a dim of the parameters' mesh, the plan has no group.
     arguments = dict(plan, level=level)
     if group is not None or plan.get("mesh_dim") is None:

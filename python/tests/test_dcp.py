@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import tessera
+from tessera.colossalai import ShardedModelV2, ShardedOptimizerV2, TensorShardStrategy, ZeroInitContext
 from models import LEVELS, batch, loss_of, make_net, my_rows
 
 _OPTIMIZERS = {
@@ -295,3 +296,63 @@ def _other_state(make_optimizer):
 def test_param_groups_and_state_of_other_shapes(ranks, kind):
     names = ranks(2, _other_state, lambda groups: getattr(torch.optim, kind)(groups, lr=0.01), joins=False)
     assert names[0] == names[1] and len(names[0]) >= 2
+
+
+@_in_process_group
+def _without_frozen():
+    model, optimizer = _make("tessera")
+    _train(model, optimizer, range(2))
+    state, optimizer_state = get_state_dict(model, optimizer, options=StateDictOptions(ignore_frozen_params=True))
+    assert not {"scale", "unused"} & state.keys() and {"calls", "norm.weight"} <= state.keys()
+    after = _train(model, optimizer, range(2, 4))
+    other, other_optimizer = _make("tessera")
+    with pytest.raises(RuntimeError, match="Missing key.*scale"):
+        set_model_state_dict(other, state)
+    set_state_dict(other, other_optimizer, model_state_dict=state, optim_state_dict=optimizer_state,
+                   options=StateDictOptions(strict=False))
+    assert _train(other, other_optimizer, range(2, 4)) == after
+    return True
+
+
+def test_frozen_parameters_left_out(ranks):
+    assert all(ranks(2, _without_frozen))
+
+
+@_in_process_group
+def _colossalai(folder):
+    def make():
+        strategy = TensorShardStrategy()
+        with ZeroInitContext(target_device=torch.device("cpu"), shard_strategy=strategy, shard_param=True):
+            net = make_net()
+        net.unused.requires_grad_(False)
+        model = ShardedModelV2(net, strategy, tensor_placement_policy="cpu")
+        return model, ShardedOptimizerV2(model, _OPTIMIZERS["AdamW"](net.parameters()), initial_scale=16)
+
+    def train(model, optimizer, steps):
+        losses = []
+        for step in steps:
+            optimizer.zero_grad()
+            loss = loss_of(model, my_rows(batch(step))).float()
+            optimizer.backward(loss)
+            assert optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    model, optimizer = make()
+    train(model, optimizer, range(2))
+    state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": state, "optim": optimizer_state}, checkpoint_id=folder)
+    masters = optimizer.state_dict()["master_weights"]
+    after = train(model, optimizer, range(2, 4))
+    other, other_optimizer = make()
+    state, optimizer_state = get_state_dict(other, other_optimizer)
+    dcp.load({"model": state, "optim": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(other, other_optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
+    for name, value in other_optimizer.state_dict()["master_weights"].items():
+        assert torch.equal(value, masters[name]), name
+    assert train(other, other_optimizer, range(2, 4)) == after
+    return True
+
+
+def test_of_colossalai(ranks, tmp_path):
+    assert all(ranks(2, _colossalai, tmp_path))

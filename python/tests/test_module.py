@@ -257,29 +257,6 @@ def test_autocast_profiler_functional_call(ranks):
     assert all(ranks(2, _others))
 
 
-def _compile():
-    states = []
-    for compiled in (False, True):
-        net = make_net()
-        sharded = tessera.fully_shard(net, unit_bytes=2000)
-        optimizer = tessera.ShardedOptimizer(sharded, torch.optim.AdamW(net.parameters(), lr=1e-2))
-        model = torch.compile(sharded, backend="aot_eager") if compiled else sharded
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, my_rows(batch(step))).backward()
-            optimizer.step()
-        states.append(sharded.full_state())
-    with pytest.raises(ValueError, match="torch.compile"):
-        tessera.fully_shard(torch.compile(make_net()))
-    return states
-
-
-def test_compile_of_a_sharded_module(ranks):
-    for plain, compiled in ranks(2, _compile, transport="gloo"):
-        for key, value in plain.items():
-            assert torch.equal(compiled[key], value), key
-
-
 def _memory(folder):
     net = make_net()
     net.calls += tessera.rank()

@@ -45,7 +45,8 @@ void Unit::show() const {
               fmt::format("[tessera] the parameters of {} ({}) are sharded over {} ranks and "
                           "not gathered now, so their memory can't be read by data_ptr(). Use "
                           "them through operators, which gather them, or hold "
-                          "ShardedModule::keep_unsharded() while you read",
+                          "ShardedModule::keep_unsharded() while you read; to read them in code "
+                          "of torch.compile, give it backend=tessera.inductor",
                           label_, names_in(layout_), ranks));
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from .. import _C
+from .. import _C, dcp
 from ..sharded_module import ShardedModule, named_tensors
 from ..world import resolve_group
 from .shard_strategy import BaseShardStrategy, native
@@ -28,7 +28,7 @@ class ShardedModelV2(ShardedModule):
     already, or has a module with sharded and unsharded parameters of its own.
     """
 
-    _saves_masters = False  # those are in the optimizer's
+    _saves_masters = staticmethod(dcp.is_asking)  # else those are in the optimizer's
 
     def __init__(self, module: nn.Module, shard_strategy: BaseShardStrategy, process_group=None,
                  reduce_scatter_process_group=None, reduce_scatter_bucket_size_mb: float = 25,
@@ -67,7 +67,8 @@ class ShardedModelV2(ShardedModule):
         self._model_v2.zero_grad(set_to_none)
 
     def state_dict(self, *args, **kwargs):
-        """Whole tensors in host memory, as of the module converted to the context's dtype. Collective."""
+        """Whole tensors in host memory, as of the module converted to the context's dtype; master weights if a function of
+        `torch.distributed.checkpoint` calls this. Collective."""
         state = super().state_dict(*args, **kwargs)
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import _C
+from .. import _C, dcp
 from ..optimizer import ShardedOptimizer, use_fused
 from ..world import resolve_group
 from .sharded_model import ShardedModelV2
@@ -74,13 +74,17 @@ class ShardedOptimizerV2(ShardedOptimizer):
         self._sharded.zero_grad()
 
     def state_dict(self) -> dict:
-        """Returns the whole state with the master weights, and the scaler's under "scaler", on every rank."""
+        """Returns the whole state with the master weights, and the scaler's under "scaler", on every rank. Functions of
+        `torch.distributed.checkpoint` leave the scaler's out."""
+        if dcp.is_asking():
+            dcp.ensure_state(self)  # so that it can be loaded into
         optimizer, scaler = self._sharded.state_dict()
         return dict(optimizer, scaler=scaler)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Loads such a state, from any number of ranks. Warns if it has no scaler's; the scaler is then unchanged."""
-        state = dict(state_dict)
+        """Loads such a state, from any number of ranks; parameters have numbers or names. Warns if it has no scaler's; the
+        scaler is then unchanged."""
+        state = dcp.numbered(state_dict)
         scaler = state.pop("scaler", {})
         self._sharded.load_state_dict(state, scaler)
 

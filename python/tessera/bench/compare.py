@@ -6,6 +6,7 @@ Ratios are those of rounds next to each other: more than 1 means that Tessera is
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import time
@@ -31,6 +32,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--markdown", action="store_true", help="print rows of a Markdown table")
     parser.add_argument("--losses", type=int, default=0, metavar="STEPS",
                         help="train so many steps first, and compare the losses bit by bit")
+    parser.add_argument("--wraps", type=int, default=0, metavar="TIMES",
+                        help="do not train, but shard models and make their optimizers so many times")
     options = parser.parse_args()
     for name in options.against.split(","):
         if name not in SYSTEMS or name == "tessera":
@@ -59,11 +62,36 @@ def _round(system, batches) -> float:
     return (time.perf_counter() - start) / len(batches)
 
 
+def _wrap(name: str, size: str, level: str) -> float:
+    model = make_model(size)
+    gc.collect()  # of the system before
+    dist.barrier()
+    start = time.perf_counter()
+    system = SYSTEMS[name](model, level)
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def _result(size: str, level: str, times: dict[str, list[float]]) -> dict:
+    return {"size": size, "level": level,
+            "milliseconds": {name: statistics.median(values) * 1e3 for name, values in times.items()},
+            "ratios": {name: sorted(other / own for own, other in zip(times["tessera"], values))
+                       for name, values in times.items() if name != "tessera"}}
+
+
+def _measure_wraps(size: str, level: str, options: argparse.Namespace) -> dict:
+    times: dict[str, list[float]] = {name: [] for name in ["tessera", *options.against.split(",")]}
+    for round_ in range(options.wraps + 1):  # the first is not counted
+        for name, values in times.items():
+            seconds = _wrap(name, size, level)
+            if round_:
+                values.append(seconds)
+    return _result(size, level, times)
+
+
 def _measure(size: str, level: str, options: argparse.Namespace) -> dict:
     systems = {name: SYSTEMS[name](make_model(size), level) for name in ["tessera", *options.against.split(",")]}
-    result: dict = {"size": size, "level": level}
-    if options.losses:
-        result["losses"] = _losses(systems, size, options.losses)
+    losses = _losses(systems, size, options.losses) if options.losses else None
     generator = torch.Generator().manual_seed(dist.get_rank())
     warm = [make_batch(size, generator) for _ in range(3)]
     seconds = {name: _round(system, warm) for name, system in systems.items()}
@@ -74,11 +102,8 @@ def _measure(size: str, level: str, options: argparse.Namespace) -> dict:
     for _ in range(options.rounds):
         for name, system in systems.items():
             times[name].append(_round(system, batches))
-    result["milliseconds"] = {name: statistics.median(values) * 1e3 for name, values in times.items()}
-    result["ratios"] = {name: sorted(other / own for own, other in zip(times["tessera"], values))
-                        for name, values in times.items() if name != "tessera"}
-    result["kept"] = {name: system.kept_bytes() for name, system in systems.items()}
-    return result
+    kept = {name: system.kept_bytes() for name, system in systems.items()}
+    return dict(_result(size, level, times), kept=kept, losses=losses)
 
 
 def _rank(options: argparse.Namespace, transport: str) -> None:
@@ -86,7 +111,7 @@ def _rank(options: argparse.Namespace, transport: str) -> None:
     tessera.init(transport=transport)
     for size in options.size.split(","):
         for level in options.level.split(","):
-            result = _measure(size, level, options)
+            result = (_measure_wraps if options.wraps else _measure)(size, level, options)
             results = [None] * dist.get_world_size()
             dist.all_gather_object(results, result.get("losses"))
             if dist.get_rank() == 0:
@@ -96,12 +121,16 @@ def _rank(options: argparse.Namespace, transport: str) -> None:
     dist.destroy_process_group()
 
 
+def _figures(result: dict, name: str) -> str:
+    kept = f" {result['kept'][name] / 2**20:8.1f} MiB" if "kept" in result else ""
+    return f"{result['milliseconds'][name]:8.1f} ms{kept}"
+
+
 def _print(result: dict) -> None:
-    own, kept = result["milliseconds"]["tessera"], result["kept"]["tessera"] / 2**20
-    print(f"{result['size']:<7} {result['level']:<7} {result['transport']:<6} tessera {own:8.1f} ms {kept:8.1f} MiB", end="")
+    print(f"{result['size']:<7} {result['level']:<7} {result['transport']:<6} tessera {_figures(result, 'tessera')}", end="")
     for name, ratios in result["ratios"].items():
-        print(f" | {name} {result['milliseconds'][name]:8.1f} ms {result['kept'][name] / 2**20:8.1f} MiB, ratio "
-              f"{statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}]", end="")
+        print(f" | {name} {_figures(result, name)}, ratio {statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}]",
+              end="")
     for losses in filter(None, result["losses_of_ranks"][:1]):
         for name in result["ratios"]:
             equal = all(rank["tessera"] == rank[name] for rank in result["losses_of_ranks"])
@@ -113,7 +142,7 @@ def _print_row(result: dict) -> None:
     columns = [f"`{result['size']}`", f"`{result['level']}`", result["transport"]]
     for name, ratios in result["ratios"].items():
         columns.append(f"{statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}]")
-    columns.append(", ".join(f"{nbytes / 2**20:.0f}" for nbytes in result["kept"].values()))
+    columns.append(", ".join(f"{nbytes / 2**20:.0f}" for nbytes in result.get("kept", {}).values()))
     print("| " + " | ".join(columns) + " |", flush=True)
 
 

@@ -112,6 +112,36 @@ TEST(ChangedGradients, AreZerosAfterZeroGradAndUndefinedUnderNoSync) {
   });
 }
 
+// Tensors like those of an optimizer's state.
+TEST(Cut, PartsMakeTheWholeAgain) {
+  on_sizes([](World& world, const ShardPlan& plan) {
+    for (const ShardLevel level : {ShardLevel::kNone, ShardLevel::kParameters}) {
+      ShardPlan of_level = plan;
+      of_level.level = level;
+      const auto net = make_mlp();
+      auto sharded = fully_shard(net, of_level);
+      int64_t own = 0, total = 0;
+      for (const at::Tensor& param : net->parameters()) {
+        const at::Tensor whole = torch::arange(param.numel(), torch::kDouble).view(param.sizes());
+        const at::Tensor part = sharded.cut(param, whole);
+        EXPECT_EQ(part.scalar_type(), torch::kDouble);
+        EXPECT_TRUE(torch::equal(sharded.gather(param, part), whole)) << world.rank();
+        own += part.numel();
+        total += param.numel();
+        expect_error([&] { sharded.cut(param, torch::zeros({3, 3})); }, {"[cut]", "[3, 3]"});
+        expect_error([&] { sharded.gather(param, torch::zeros({param.numel() + 1})); },
+                     {"[gather]", "elements of '"});
+      }
+      int64_t of_all_ranks = 0;
+      for (const auto& text : all_gather_bytes(*world.process_group(), std::to_string(own),
+                                               {"elements of parts", Channel::kControl}))
+        of_all_ranks += std::stoll(text);
+      const int64_t copies = level == ShardLevel::kNone ? world.size() : 1;
+      EXPECT_EQ(of_all_ranks, copies * total);
+    }
+  });
+}
+
 TEST(FullValue, HasTheDigitsOfTheMasterCopy) {
   on_sizes([](World& world, const ShardPlan& plan) {
     ShardPlan narrow = plan;
