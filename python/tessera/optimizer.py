@@ -280,8 +280,8 @@ class ShardedOptimizer(InnerOptimizer):
                         optimizer.register_load_state_dict_pre_hook(_refuse_state)]
 
     def _refuse_step(self, optimizer: torch.optim.Optimizer) -> None:
-        param = parameters_of(optimizer)[0]
-        if self._sharded.part_of(param) is not param:  # outside of step(), which lends it the parts
+        params = parameters_of(optimizer)  # none where state is made on a rank without elements
+        if params and self._sharded.part_of(params[0]) is not params[0]:  # outside of step(), which lends it the parts
             raise RuntimeError("[ShardedOptimizer] the optimizer inside is stepped by the ShardedOptimizer: call that one's "
                                "step()")
 

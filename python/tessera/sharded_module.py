@@ -100,6 +100,18 @@ def take_on_all_ranks(model: _C.Model, module: nn.Module, load: Callable, state_
     return result, given
 
 
+def load_in_turn(model: _C.Model, values: Mapping[str, torch.Tensor]) -> None:
+    """Sets parameters and buffers of `model`; from DTensors, of so many at a time as memory allows. Collective."""
+    whole, nbytes = {}, 0
+    for name, value in values.items():
+        whole[name] = dcp.whole_of(value)
+        nbytes += whole[name].nbytes if dcp.is_dtensor(value) else 0
+        if nbytes > _GATHERED_AT_ONCE:
+            model.load_full_state(list(whole.items()), False)
+            whole, nbytes = {}, 0
+    model.load_full_state(list(whole.items()), False)
+
+
 @functools.lru_cache(maxsize=None)
 def _class_like(base: type, forward: Callable) -> type:
     """Returns a class derived from `base` whose `forward` has the signature of `forward`, a method."""
@@ -197,18 +209,8 @@ class ShardedModule(Wrapper):
         if assign:
             raise ValueError("[load_state_dict] assign=True would replace parameters that are sharded; leave it out")
         result, given = take_on_all_ranks(self._model, self.module, self.module.load_state_dict, state_dict, strict)
-        self._load_in_turn(given)
+        load_in_turn(self._model, given)
         return result
-
-    def _load_in_turn(self, values: Mapping[str, torch.Tensor]) -> None:
-        whole, nbytes = {}, 0
-        for name, value in values.items():
-            whole[name] = dcp.whole_of(value)
-            nbytes += whole[name].nbytes if dcp.is_dtensor(value) else 0
-            if nbytes > _GATHERED_AT_ONCE:
-                self.load_full_state(whole, strict=False)
-                whole, nbytes = {}, 0
-        self.load_full_state(whole, strict=False)
 
     def no_sync(self):
         """A context in which backward keeps this rank's own gradients, and sends nothing; the next backward after it

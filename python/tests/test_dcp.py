@@ -233,6 +233,22 @@ def test_torch_distributed_is_needed(ranks):
 
 
 @_in_process_group
+def _without_elements():
+    net = torch.nn.Linear(1, 1, bias=False)
+    model = tessera.fully_shard(net)
+    optimizer = tessera.ShardedOptimizer(model, torch.optim.AdamW(net.parameters()))
+    state, optimizer_state = get_state_dict(model, optimizer)  # which makes the optimizer's state
+    set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    return get_optimizer_state_dict(model, optimizer)["state"]["weight"]["step"].item()
+
+
+def test_ranks_without_elements(ranks):
+    assert ranks(3, _without_elements, joins=False) == [1, 1, 1]
+
+
+@_in_process_group
 def _in_a_group():
     groups = [dist.new_group([0, 2]), dist.new_group([1])]
     if dist.get_rank() == 1:

@@ -7,10 +7,13 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed._composable import replicate
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import tessera
 from tessera.compat.fsdp2 import (CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, UnshardHandle, fully_shard,
@@ -571,6 +574,83 @@ def _loads():
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_wrong_state_dict_is_refused_on_all_ranks(ranks, size):
     ranks(size, _loads)
+
+
+def _for_checkpoints(call, late=False, **options):
+    net = make_net()
+    net.unused.requires_grad_(False)  # PyTorch can't load state of a parameter that was never used
+    for block in net.blocks:
+        call(block, **options)
+    call(net)
+    if late:
+        net(tokens_of(0, 0))
+    return net, ADAMW(net.parameters())
+
+
+def _trains_on(net, optimizer):
+    train(net, optimizer, 2, begin=2)
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in net.state_dict().items()}
+
+
+def _saves(folder, call):
+    _join()
+    net, optimizer = _for_checkpoints(call)
+    train(net, optimizer, 2)
+    model, state = get_state_dict(net, optimizer)
+    tensors = [value for values in (model, *state["state"].values()) for value in values.values() if value.dim()]
+    assert len(tensors) > 30
+    assert all(isinstance(value, DTensor) and value.to_local().numel() < value.numel() for value in tensors)
+    dcp.save({"model": model, "optim": state}, checkpoint_id=folder)
+    return _trains_on(net, optimizer)
+
+
+def _continues(folder, call, late):
+    _join()
+    net, optimizer = _for_checkpoints(call, late)
+    model, state = get_state_dict(net, optimizer)
+    dcp.load({"model": model, "optim": state}, checkpoint_id=folder)
+    set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=state)
+    return _trains_on(net, optimizer)
+
+
+@pytest.mark.parametrize("saves, continues, late", [
+    (fully_shard, fully_shard, False), (torch_fsdp.fully_shard, fully_shard, False), (torch_fsdp.fully_shard, fully_shard, True),
+    (fully_shard, torch_fsdp.fully_shard, False)])
+def test_torch_checkpoints_have_rows(ranks, tmp_path, saves, continues, late):
+    expected = ranks(2, _saves, tmp_path, saves, joins=False)[0]
+    state = ranks(2, _continues, tmp_path, continues, late, joins=False)[0]
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(state[name], value), name
+
+
+def _checkpoint_options(options, shape):
+    # Of two models of the engine, into a model that is in use and one that is not, with an ignored parameter.
+    _join()
+    policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)}
+    if shape:
+        policy["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    net, optimizer = _for_checkpoints(fully_shard, **policy)
+    train(net, optimizer, 2)
+    model, state = get_state_dict(net, optimizer, options=options)
+    assert model["blocks.0.up.weight"].dtype == torch.float32
+    if options.cpu_offload and dist.get_rank():
+        assert not model and not state
+    expected = _trains_on(net, optimizer)
+    for late in (False, True):
+        other, other_optimizer = _for_checkpoints(fully_shard, late, **policy)
+        set_state_dict(other, other_optimizer, model_state_dict=dict(model), optim_state_dict=copy.deepcopy(state),
+                       options=options)
+        for name, value in _trains_on(other, other_optimizer).items():
+            assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("options", [
+    StateDictOptions(), StateDictOptions(full_state_dict=True), StateDictOptions(flatten_optimizer_state_dict=True),
+    StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)])
+@pytest.mark.parametrize("shape", [None, (1, 2)])
+def test_options_of_torch_checkpoints(ranks, options, shape):
+    ranks(2, _checkpoint_options, options, shape, joins=False)
 
 
 def _refuses():

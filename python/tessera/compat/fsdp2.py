@@ -25,10 +25,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
-from .. import _C
+from .. import _C, dcp
 from ..optimizer import ends_backward
 from ..parameter import make_sharded
-from ..sharded_module import _read_whole, _show_grad, gather_in_state_dict, take_on_all_ranks
+from ..sharded_module import _read_whole, _show_grad, gather_in_state_dict, load_in_turn, take_on_all_ranks
 from ..world import ProcessGroup, init, resolve_group
 from . import plain_optimizer
 from .plain_optimizer import GradHooks, Place, place_of
@@ -144,13 +144,13 @@ class _Root:
                 setattr(parameter, _REGISTER, GradHooks(parameter, call_at_end))
         model = _C.fully_shard([(name, parameter) for name, parameter, _ in parameters], [], arguments)
         self.models.append(model)
-        shown = weakref.ref(model)
+        shown, layout = weakref.ref(model), dcp.Layout(arguments)
         for block, unit in units.items():
             block.model = model
             for parameter, name in unit.items():
-                parameter._place = Place(model, name)
+                parameter._place = Place(model, name, layout)
                 make_sharded(parameter, lambda it, name=name: _show_grad(shown(), it, name),
-                             lambda it: _read_whole(shown(), it))
+                             lambda it: _read_whole(shown(), it), layout)
                 _set_divide_factor(parameter, block)
 
     def _call_hooks_at_end(self) -> None:
@@ -391,10 +391,25 @@ class FSDPModule:
 
     set_modules_to_backward_prefetch = set_modules_to_forward_prefetch
 
+    def state_dict(self, *args, **kwargs):
+        """The module's own, of whole tensors; of DTensors, with this rank's rows, if a function of
+        `torch.distributed.checkpoint` calls this, which is a use of the model unless it can't be used yet."""
+        root = _block_of(self).root
+        parameters = (it for module in root.block.modules for it in module.parameters())
+        if dcp.is_asking() and not any(it.is_meta or isinstance(it, DTensor) for it in parameters):
+            root.shard()
+        return super().state_dict(*args, **kwargs)
+
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
-        """The module's own until the model is sharded; then with values that are equal on all ranks. Collective."""
+        """The module's own until the model is sharded; then with values that are equal on all ranks. DTensors are taken, too.
+        Collective."""
         root = _block_of(self).root
         if not root.models:
+            if dcp.has_dtensors(state_dict):
+                metadata, own = getattr(state_dict, "_metadata", None), dict(self.named_parameters(remove_duplicate=False))
+                state_dict = OrderedDict((name, value if isinstance(own.get(name), DTensor) else dcp.whole_of(value))
+                                         for name, value in state_dict.items())
+                state_dict._metadata = metadata
             return super().load_state_dict(state_dict, strict, assign)
         if assign:
             raise ValueError("[load_state_dict] assign=True would replace parameters that are sharded; leave it out, or load "
@@ -409,10 +424,10 @@ class FSDPModule:
                 if place:
                     values[place.model][place.name] = given[name]
                 else:
-                    own.copy_(given[name])
+                    own.copy_(dcp.whole_of(given[name]))
         for model, named in values.items():
             if named:
-                model.load_full_state(list(named.items()), False)
+                load_in_turn(model, named)
         return result
 
     def _apply(self, fn, recurse: bool = True):

@@ -11,13 +11,14 @@ import functools
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from .. import _C
-from ..optimizer import InnerOptimizer, _StateByParameter
+from .. import _C, dcp
+from ..optimizer import InnerOptimizer, ShardedOptimizer, _StateByParameter
 from ..parameter import parameters_of
 
 _HOOKS = tuple(f"_optimizer_{kind}_hooks" for kind in (
@@ -28,12 +29,12 @@ before_first_step: list[Callable[[Iterable[torch.Tensor]], None]] = []  # called
 
 
 class Place:
-    """Where a parameter is: in which model of the engine, under which name."""
+    """Where a parameter is: in which model of the engine, under which name; and where rows of the model's values are."""
 
     belongs_to_one_parameter = True  # copies of the parameter have none
 
-    def __init__(self, model: _C.Model, name: str):
-        self.model, self.name = model, name
+    def __init__(self, model: _C.Model, name: str, layout: dcp.Layout):
+        self.model, self.name, self.layout = model, name, layout
 
 
 class GradHooks:
@@ -74,6 +75,17 @@ def _model_of(parameter: torch.Tensor) -> _C.Model | None:
     return place.model if place else None
 
 
+class _State(_StateByParameter):
+    """The state of an optimizer with sharded parameters, of which each model's is that of its `ShardedOptimizer`."""
+
+    def __bool__(self):
+        return any([bool(own.state) for own in self._optimizer.engines.values()]) or len(self) > 0
+
+    def __getitem__(self, parameter):
+        model = _model_of(parameter)
+        return self._optimizer.state[parameter] if model is None else self._optimizer.engines[model].state[parameter]
+
+
 class _Sharded:
     """The steps of one optimizer with sharded parameters. For each model, and for the parameters that are in none, it has an
     optimizer of the same class and options over these alone; all share one state."""
@@ -81,11 +93,11 @@ class _Sharded:
     def __init__(self, optimizer: torch.optim.Optimizer):
         whole, self._optimizer = optimizer.state, optimizer
         self.state: defaultdict = defaultdict(dict)
-        self._engines: dict[_C.Model, tuple[torch.optim.Optimizer, _C.Optimizer]] = {}
+        self.engines: dict[_C.Model, ShardedOptimizer] = {}
         self._rest = self._alike()
         self.refresh()
         optimizer._steps_sharded = self
-        optimizer.state = _StateByParameter(self, self._key)
+        optimizer.state = _State(self, self._key)
         if whole:  # loaded before the first step
             groups = [{**group, "params": self._numbers(group["params"])} for group in self.param_groups]
             self._load({"state": dict(zip(self._numbers(whole), whole.values())), "param_groups": groups})
@@ -116,26 +128,30 @@ class _Sharded:
     def refresh(self) -> None:
         """Takes over options that were changed, and parameters that were added."""
         self._show_groups(self._rest, None)
-        for model in dict.fromkeys(map(_model_of, parameters_of(self._optimizer))):
-            if model is not None and model not in self._engines:
-                alike = self._alike()
-                self._show_groups(alike, model)
-                self._engines[model] = alike, _C.Optimizer(model, alike, 0.0)
-        for model, (alike, _) in self._engines.items():
-            self._show_groups(alike, model)
+        for place in filter(None, map(place_of, parameters_of(self._optimizer))):
+            if place.model not in self.engines:
+                alike, own = self._alike(), ShardedOptimizer.__new__(ShardedOptimizer)
+                self._show_groups(alike, place.model)
+                model = SimpleNamespace(_model=place.model, _layout=place.layout)
+                own._attach(model, alike, _C.Optimizer(place.model, alike, 0.0))
+                self.engines[place.model] = own
+        for model, own in self.engines.items():
+            self._show_groups(own.optimizer, model)
 
     def _key(self, parameter: torch.Tensor) -> torch.Tensor:
         model = _model_of(parameter)
-        return parameter if model is None else self._engines[model][1].part_of(parameter)
+        return parameter if model is None else self.engines[model]._sharded.part_of(parameter)
 
     def step(self) -> None:
         self.refresh()
-        for model, (alike, engine) in self._engines.items():
-            if any(model.has_grad(param) for param in parameters_of(alike)):
-                engine.step()
+        for model, own in self.engines.items():
+            if dcp.is_asking():  # steps to have a state
+                bool(own.state)
+            elif any(model.has_grad(param) for param in parameters_of(own)):
+                own._sharded.step()
         if parameters_of(self._rest):
             self._rest.step()
-        for alike in (self._rest, *(alike for alike, _ in self._engines.values())):
+        for alike in (self._rest, *(own.optimizer for own in self.engines.values())):
             for group, own in zip(self.param_groups, alike.param_groups):
                 group.update((name, own[name]) for name in group if name != "params" and own[name] is not group[name])
 
@@ -144,13 +160,13 @@ class _Sharded:
         return [numbers[id(param)] for param in parameters]
 
     def _whole(self, state_dict: dict) -> dict:
-        """Returns the state dict that one process would have. Collective."""
+        """Returns the state dict that one process would have; for `torch.distributed.checkpoint` with DTensors. Collective."""
         self.refresh()
         rest = parameters_of(self._rest)
         state = {number: self.state[param] for number, param in zip(self._numbers(rest), rest) if param in self.state}
-        for alike, engine in self._engines.values():
-            numbers = self._numbers(parameters_of(alike))
-            state.update((numbers[own], value) for own, value in engine.full_state_dict(-1)["state"].items())
+        for own in self.engines.values():
+            numbers = self._numbers(parameters_of(own))
+            state.update((numbers[place], value) for place, value in own.state_dict()["state"].items())
         return {**state_dict, "state": dict(sorted(state.items()))}
 
     def _before_load(self, state_dict: dict) -> dict:
@@ -162,7 +178,7 @@ class _Sharded:
         return {**state_dict, "state": {key: value for key, value in state_dict["state"].items() if key in rest}}
 
     def _after_load(self) -> None:
-        rest, self._optimizer.state = self._optimizer.state, _StateByParameter(self, self._key)
+        rest, self._optimizer.state = self._optimizer.state, _State(self, self._key)
         for param in parameters_of(self._rest):
             self.state.pop(param, None)
         self.state.update(rest)
@@ -170,14 +186,14 @@ class _Sharded:
         self._load(self.__dict__.pop("_given"))
 
     def _load(self, whole: dict) -> None:
-        for alike, engine in self._engines.values():
-            numbers = self._numbers(parameters_of(alike))
-            own = {number: place for place, number in enumerate(numbers)}
-            places = iter(range(len(numbers)))
-            groups = [{**saved, "params": [next(places) for _ in group["params"]]}
-                      for saved, group in zip(whole["param_groups"], alike.param_groups)]
-            state = {own[number]: value for number, value in whole["state"].items() if number in own}
-            engine.load_full_state_dict({"state": state, "param_groups": groups})
+        for own in self.engines.values():
+            numbers = self._numbers(parameters_of(own))
+            places = {number: place for place, number in enumerate(numbers)}
+            order = iter(range(len(numbers)))
+            groups = [{**saved, "params": [next(order) for _ in group["params"]]}
+                      for saved, group in zip(whole["param_groups"], own.param_groups)]
+            state = {places[number]: value for number, value in whole["state"].items() if number in places}
+            own.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _groups_of_stand_in(stand_in) -> list:
