@@ -11,9 +11,10 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed._composable import replicate
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_optimizer_state_dict, get_state_dict,
+                                                     set_model_state_dict, set_optimizer_state_dict, set_state_dict)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import tessera
 from tessera.compat.fsdp2 import (CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, UnshardHandle, fully_shard,
@@ -345,6 +346,33 @@ def test_optimizer_state_is_whole(ranks, make):
     ranks(2, _optimizer_has_the_whole_state, make)
 
 
+def _state_on_every_rank(kind, options):
+    _join()
+    net, plain = shard(make_net()), make_net()
+    net.unused.requires_grad_(False)
+    optimizer, alone = (getattr(torch.optim, kind)(it.parameters(), lr=1e-2, **options) for it in (net, plain))
+    for step in range(6):
+        train(net, optimizer, 1, begin=step)
+        train_alone(plain, alone, 1, begin=step)
+        for param, own in zip(net.parameters(), plain.parameters()):
+            assert (param in optimizer.state) == (own in alone.state)
+            if own in alone.state:
+                assert optimizer.state[param].keys() == alone.state[own].keys()
+                for name, value in alone.state[own].items():
+                    assert value.dim() or torch.equal(optimizer.state[param][name], value), (step, name)
+        if step == 2:
+            optimizer.load_state_dict(optimizer.state_dict())
+        if step == 4:
+            set_optimizer_state_dict(net, optimizer, get_optimizer_state_dict(net, optimizer))
+    assert_equal(net, plain, exact=False)
+    return min(state["exp_avg"].numel() for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("kind, options", [("AdamW", {"fused": True}), ("AdamW", {"foreach": True}), ("NAdam", {})])
+def test_state_is_on_every_rank(ranks, kind, options):
+    assert 0 in ranks(3, _state_on_every_rank, kind, options, joins=False)
+
+
 class _CountsSteps(torch.optim.AdamW):
     elementwise = True
     count = 0
@@ -552,6 +580,32 @@ def test_models_from_the_meta_device(ranks, size):
     ranks(size, _meta)
 
 
+def _whole_values(as_rows):
+    # Before the first use, from rank 0's values, or from rows as another model's.
+    _join()
+    with torch.device("meta"):
+        net = Net()
+    shard(net)
+    if as_rows:
+        mesh = init_device_mesh("cpu", (tessera.size(),))
+        net.load_state_dict({name: value if name == "scale" else distribute_tensor(value, mesh, [Shard(0)])
+                             for name, value in make_net().state_dict().items()}, assign=True)
+    else:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(net, make_net().state_dict() if tessera.rank() == 0 else {}, options=options)
+    net.head.weight = net.embedding.weight
+    plain = make_net()
+    optimizer, alone = ADAMW(net.parameters()), ADAMW(plain.parameters())
+    train(net, optimizer, 2)
+    train_alone(plain, alone, 2)
+    assert_equal(net, plain)
+
+
+@pytest.mark.parametrize("as_rows", [False, True])
+def test_models_from_the_meta_device_get_values_of_torch_checkpoints(ranks, as_rows):
+    ranks(2, _whole_values, as_rows, joins=False)
+
+
 def _loads():
     net = shard(make_net())
     net(tokens_of(0, 0))
@@ -614,8 +668,8 @@ def _continues(folder, call, late):
 
 
 @pytest.mark.parametrize("saves, continues, late", [
-    (fully_shard, fully_shard, False), (torch_fsdp.fully_shard, fully_shard, False), (torch_fsdp.fully_shard, fully_shard, True),
-    (fully_shard, torch_fsdp.fully_shard, False)])
+    (fully_shard, fully_shard, False), (torch_fsdp.fully_shard, fully_shard, False),
+    (torch_fsdp.fully_shard, fully_shard, True), (fully_shard, torch_fsdp.fully_shard, False)])
 def test_torch_checkpoints_have_rows(ranks, tmp_path, saves, continues, late):
     expected = ranks(2, _saves, tmp_path, saves, joins=False)[0]
     state = ranks(2, _continues, tmp_path, continues, late, joins=False)[0]

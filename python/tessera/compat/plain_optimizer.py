@@ -7,6 +7,7 @@ closure and hooks run as ever, before it, and see the optimizer itself.
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections import OrderedDict, defaultdict
@@ -149,11 +150,27 @@ class _Sharded:
                 bool(own.state)
             elif any(model.has_grad(param) for param in parameters_of(own)):
                 own._sharded.step()
+                self._step_empty(model, own, filter(model.has_grad, parameters_of(own)))
         if parameters_of(self._rest):
             self._rest.step()
         for alike in (self._rest, *(own.optimizer for own in self.engines.values())):
             for group, own in zip(self.param_groups, alike.param_groups):
                 group.update((name, own[name]) for name in group if name != "params" and own[name] is not group[name])
+
+    def _step_empty(self, model: _C.Model, own: ShardedOptimizer, stepped: Iterable[torch.Tensor]) -> None:
+        """Steps parts without elements, so that the state has the same parameters, names and counts on all ranks."""
+        alike, pairs, stepped = self._alike(), [], set(stepped)
+        self._show_groups(alike, model)
+        for group in alike.param_groups:
+            parts = [own._sharded.part_of(param) for param in group["params"] if param in stepped]
+            empty = [(part, torch.zeros_like(part, requires_grad=False)) for part in parts if not part.numel()]
+            group["params"] = [stand_in for _, stand_in in empty]
+            pairs += empty
+        alike.state = defaultdict(dict, {stand_in: self.state[part] for part, stand_in in pairs})
+        for _, stand_in in pairs:
+            stand_in.grad = torch.zeros_like(stand_in)
+        alike.step()
+        self.state.update((part, alike.state[stand_in]) for part, stand_in in pairs)
 
     def _numbers(self, parameters: Iterable[torch.Tensor]) -> list[int]:
         numbers = {id(param): number for number, param in enumerate(parameters_of(self._optimizer))}
@@ -186,14 +203,20 @@ class _Sharded:
         self._load(self.__dict__.pop("_given"))
 
     def _load(self, whole: dict) -> None:
-        for own in self.engines.values():
-            numbers = self._numbers(parameters_of(own))
-            places = {number: place for place, number in enumerate(numbers)}
-            order = iter(range(len(numbers)))
+        for model, own in self.engines.items():
+            params = parameters_of(own)
+            places = {number: place for place, number in enumerate(self._numbers(params))}
+            order = iter(range(len(params)))
             groups = [{**saved, "params": [next(order) for _ in group["params"]]}
                       for saved, group in zip(whole["param_groups"], own.param_groups)]
             state = {places[number]: value for number, value in whole["state"].items() if number in places}
             own.load_state_dict({"state": state, "param_groups": groups})
+            self._step_empty(model, own, [params[place] for place in state])
+            for place, values in state.items():
+                part = own._sharded.part_of(params[place])
+                if not part.numel():
+                    self.state[part].update((name, copy.deepcopy(values[name])) for name, value in self.state[part].items()
+                                            if name in values and not (isinstance(value, torch.Tensor) and not value.numel()))
 
 
 def _groups_of_stand_in(stand_in) -> list:
