@@ -4,6 +4,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <utility>
 
@@ -41,7 +42,7 @@ void check_options(const detail::ModelState& model, const ShardedOptimizerV2Opti
   TORCH_CHECK_VALUE(ratio >= 0 && ratio <= 1,
                     "[ShardedOptimizerV2] gpu_margin_mem_ratio must be between 0 and 1; got ",
                     ratio);
-  TORCH_CHECK_VALUE(ratio == 0 || options.cpu_offload,
+  TORCH_CHECK_VALUE(ratio == 0 || plan.offload != Offload::kNone,
                     "[ShardedOptimizerV2] gpu_margin_mem_ratio needs cpu_offload: otherwise "
                     "everything is on the device already");
   TORCH_CHECK_VALUE(ratio == 0 || (model.tracer && model.options.memory_budget),
@@ -130,12 +131,13 @@ bool ShardedOptimizerV2::step() {
 
 double ShardedOptimizerV2::clip_grad_norm(double max_norm, double norm_type) {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      !impl_->options.mp_process_group,
+      !impl_->options.mp_process_group || max_norm == 0,
       "[clip_grad_norm] can't clip over mp_process_group: it is unknown which parameters its ranks "
       "share. Use DistTensors, whose placements tell it");
   if (!impl_->is_unscaled) impl_->current().unscale_(impl_->sharded);
   impl_->is_unscaled = true;
-  return impl_->sharded.clip_grad_norm_(max_norm, norm_type);
+  constexpr double kNoLimit = std::numeric_limits<double>::infinity();
+  return impl_->sharded.clip_grad_norm_(max_norm == 0 ? kNoLimit : max_norm, norm_type);
 }
 
 double ShardedOptimizerV2::clip_grad_norm(const AnyShardedModelV2& model, double max_norm,

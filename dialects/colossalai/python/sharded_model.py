@@ -22,6 +22,8 @@ class ShardedModelV2(ShardedModule):
     `gradient_predivide_factor`: None: a power of two near the square root of the number of ranks. `reuse_fp16_shard`: keeps
     no shard in `param_dtype` besides the one that the optimizer updates.
 
+    `bf16`: states that the context has it, too.
+
     Not in ColossalAI: `memory_budget`; `sync_buffers`, which takes rank 0's buffers before every forward.
 
     Collective. Raises `ValueError` on every rank, and changes nothing, for a model that was built elsewhere, is sharded
@@ -35,9 +37,11 @@ class ShardedModelV2(ShardedModule):
                  fp32_reduce_scatter: bool = False, offload_config: Mapping[str, str] | None = None,
                  gradient_predivide_factor: float | None = 1.0, use_memory_tracer: bool = False,
                  reuse_fp16_shard: bool = False, *, tensor_placement_policy: str = "cuda",
-                 memory_budget: int | None = None, sync_buffers: bool = False):
+                 memory_budget: int | None = None, sync_buffers: bool = False, bf16: bool = False):
         strategy = native(shard_strategy, "ShardedModelV2")
         made = [attributes for param in module.parameters() if (attributes := getattr(param, "colo_attr", None))]
+        if bf16 and any(it.dtype != torch.bfloat16 for it in made):
+            raise ValueError("[ShardedModelV2] bf16 needs a model that was built in a ZeroInitContext with bf16=True")
         group = process_group if process_group is not None else next(
             (it.dp_process_group for it in made if it.dp_process_group is not None), None)
         group = resolve_group(group)
@@ -58,6 +62,12 @@ class ShardedModelV2(ShardedModule):
     def backward(self, loss: torch.Tensor) -> None:
         """Runs backward; reduces the gradients and adds them to those that are there. Collective."""
         self._model_v2.backward(loss)
+
+    @property
+    def overflow_counter(self) -> int:
+        """The number of parameters whose reduced gradient is not finite on this rank. All ranks must read it."""
+        parts = map(self.local_grad, self.parameters())
+        return sum(not part.isfinite().all() for part in parts if part is not None)
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
         """The same, starting from the gradient of `tensor`, as between the stages of a pipeline. Collective."""

@@ -39,13 +39,14 @@ class ZeroInitContext:
 
     Not in ColossalAI: `param_dtype`, in which the model computes; `seed`, for the generator in the context, which continues
     afterwards as if nothing had been drawn. `default_dtype` (ColossalAI 0.1.8): of what the constructors make; the model is
-    converted to `param_dtype` when it is wrapped.
+    converted to `param_dtype` when it is wrapped. `bf16` (ColossalAI 0.3): the same as `param_dtype=torch.bfloat16`.
     """
 
     def __init__(self, target_device: torch.device | str | int, shard_strategy: BaseShardStrategy, shard_param: bool = False,
                  rm_torch_payload_on_the_fly: bool = True, model_numel_tensor: torch.Tensor | None = None,
                  dp_process_group=None, *, param_dtype: torch.dtype = torch.float16, seed: int | None = None,
-                 default_dtype: torch.dtype | None = None):
+                 default_dtype: torch.dtype | None = None, bf16: bool = False):
+        param_dtype = torch.bfloat16 if bf16 else param_dtype
         device = torch.device(target_device)
         group = None if dp_process_group is None else resolve_group(dp_process_group)
         self._arguments = (device, native(shard_strategy, "ZeroInitContext"), shard_param, rm_torch_payload_on_the_fly,
@@ -74,7 +75,7 @@ class ZeroInitContext:
 class no_shard_zero_context(contextlib.ContextDecorator):
     """A context in a `ZeroInitContext`, and a decorator: parameters made in it stay whole on all ranks. With
     `is_replicated=False` they are also each rank's own: never sent, and their gradients never reduced, as for experts that
-    ranks do not share."""
+    ranks do not share. Does nothing outside of a `ZeroInitContext`."""
 
     def __init__(self, is_replicated: bool = True):
         self._is_replicated = is_replicated
@@ -82,11 +83,11 @@ class no_shard_zero_context(contextlib.ContextDecorator):
 
     def __enter__(self) -> "no_shard_zero_context":
         self._context.enter(self._is_replicated)
-        _stack().append(dict(_stack()[-1], is_sharded=False, is_replicated=self._is_replicated))
+        _stack().extend(dict(outer, is_sharded=False, is_replicated=self._is_replicated) for outer in _stack()[-1:])
         return self
 
     def __exit__(self, *exception) -> None:
-        _stack().pop()
+        del _stack()[-1:]
         self._context.exit()
 
     def _recreate_cm(self) -> "no_shard_zero_context":

@@ -90,6 +90,24 @@ def _half():
     return model.full_state()["head.weight"]
 
 
+def _bf16():
+    strategy = TensorShardStrategy()
+    net = _build(strategy, bf16=True)
+    model = ShardedModelV2(net, strategy, bf16=True)
+    assert net.head.weight.dtype == net.head.weight.colo_attr.data_payload.dtype == torch.bfloat16
+    optimizer = ShardedOptimizerV2(model, HybridAdam(model.parameters(), lr=1e-2))
+    assert model(batch(0)).dtype == torch.bfloat16
+    states = _train(model, optimizer, range(2))
+    with pytest.raises(ValueError, match="bf16"):
+        ShardedModelV2(_build(strategy), strategy, bf16=True)
+    return states["head.weight"]
+
+
+def test_bf16(ranks):
+    first, second = ranks(2, _bf16)
+    assert torch.equal(first, second)
+
+
 def test_half(ranks):
     first, second = ranks(2, _half)
     assert torch.equal(first, second)
@@ -99,12 +117,14 @@ def _overflow():
     model, optimizer = _wrap(optimizer_options={"initial_scale": 4.0, "hysteresis": 1})
     before = model.full_state()
     loss = loss_of(model, my_rows(batch(0)))
+    assert model.overflow_counter == 0
     optimizer.backward(loss * (float("inf") if tessera.rank() == 0 else 1.0))
+    assert model.overflow_counter > 0
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert optimizer.step() is False
     assert any("found inf" in str(warning.message) for warning in caught)
-    assert optimizer.loss_scale == 2.0
+    assert optimizer.loss_scale == 2.0 and model.overflow_counter == 0
     for key, value in model.full_state().items():
         assert torch.equal(value, before[key])
     with warnings.catch_warnings(), pytest.raises(UserWarning, match="found inf"):
@@ -112,8 +132,8 @@ def _overflow():
         optimizer.backward(loss_of(model, my_rows(batch(0))) * float("inf"))
         optimizer.step()
     optimizer.backward(loss_of(model, my_rows(batch(0))))
-    norm = optimizer.clip_grad_norm(model, 0.01)
-    assert norm > 0.01 and optimizer.step() is True
+    norm = optimizer.clip_grad_norm(model, 0.0)  # which does not clip
+    assert norm > 0.01 and optimizer.clip_grad_norm(model, 0.01) == norm and optimizer.step() is True
     return norm
 
 
@@ -195,6 +215,13 @@ def test_experts_are_each_ranks_own(ranks):
     assert flags["gate.weight"] == (False, True)
     assert flags["expert.weight"] == (False, False)
     assert torch.equal(gate, other_gate) and not torch.equal(expert, other_expert)
+
+
+def test_experts_are_ordinary_without_a_context():
+    net = _Experts()
+    assert not hasattr(net.gate.weight, "colo_attr") and not tessera.is_deferred(net.expert.weight)
+    net(torch.randn(3, 6)).sum().backward()
+    assert net.expert.weight.grad is not None
 
 
 class _TwoUnits(BaseShardStrategy):

@@ -259,7 +259,19 @@ TEST(ZeroInit, CO_03_ParametersMayStayWhole) {
                                on_test_device(build())->forward(tower_batch(0).x)));
     });
   }
-  expect_error([] { (void)no_shard_zero_context(); }, {"must be in a ZeroInitContext"});
+}
+
+TEST(ZeroInit, CO_03_WithoutAContextAModelIsAnOrdinaryOne) {
+  const auto make = [] {
+    const auto own = no_shard_zero_context(/*is_replicated=*/false);
+    return torch::nn::Linear(6, 8);
+  };
+  EXPECT_FALSE(is_deferred(make()->weight));
+  EXPECT_TRUE(make()->weight.isfinite().all().item<bool>());
+  // A ZeroInitContext inside is as any other.
+  const auto outer = no_shard_zero_context();
+  ShardedModelV2<Tower> model(zero_net<Tower>(kFloatShards), kTensor);
+  EXPECT_EQ(model.sharded().state()->units()[0]->layout().level, ShardLevel::kParameters);
 }
 
 TEST(ZeroInit, CO_04_ASeedGivesTheValuesAndLeavesTheGenerator) {

@@ -96,7 +96,8 @@ class TESSERA_API ZeroInitContext {
 
 /// While an instance lives in a `ZeroInitContext`: parameters stay whole on all ranks. With
 /// `is_replicated` false they are also each rank's own: never sent, and their gradients never
-/// reduced, as for experts that ranks do not share.
+/// reduced, as for experts that ranks do not share. Does nothing outside of a `ZeroInitContext`: a
+/// module that uses it can also be built as an ordinary one.
 class TESSERA_API NoShardZeroContext {
  public:
   explicit NoShardZeroContext(bool is_replicated = true);
@@ -106,7 +107,7 @@ class TESSERA_API NoShardZeroContext {
   std::unique_ptr<detail::ZeroContext> state_;
 };
 
-/// Enters a `NoShardZeroContext`. Throws `c10::ValueError` outside of a `ZeroInitContext`.
+/// Enters a `NoShardZeroContext`.
 [[nodiscard]] inline NoShardZeroContext no_shard_zero_context(bool is_replicated = true) {
   return NoShardZeroContext(is_replicated);
 }
@@ -305,8 +306,9 @@ class TESSERA_API ShardedOptimizerV2 {
   /// all ranks warn, clear all gradients, change no parameter, and return false.
   bool step();
 
-  /// Unscales the gradients, then scales them so that their norm is at most `max_norm`; returns the
-  /// norm before. Throws with `mp_process_group`: it is unknown which parameters its ranks share.
+  /// Unscales the gradients, then scales them so that their norm is at most `max_norm`, or, if that
+  /// is 0, leaves them; returns the norm before. Throws with `mp_process_group`, unless `max_norm`
+  /// is 0: it is unknown which parameters its ranks share.
   double clip_grad_norm(double max_norm, double norm_type = 2.0);
   double clip_grad_norm(const AnyShardedModelV2& model, double max_norm, double norm_type = 2.0);
 
