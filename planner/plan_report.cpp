@@ -336,7 +336,8 @@ PlanReport plan_report(const std::vector<ParameterSize>& parameters, const Shard
     return unit->layout().reduce_encoding != Encoding::kPlain;
   });
   for (const int rank : {0, fullest_rank(state), has_blocks ? options.ranks - 1 : 0}) step(rank);
-  if (plan.partition == Partition::kWholeParam && options.ranks <= kMostCompared)
+  const bool is_even = plan.partition == Partition::kFlatEven && plan.cuts.empty();
+  if (!is_even && options.ranks <= kMostCompared)
     for (int rank = 0; rank < options.ranks; ++rank) step(rank);
   report.fullest = report.busiest = step(0).result();
   for (const auto& [rank, other] : steps) {

@@ -48,9 +48,12 @@ void check(const SaveOptions& options) {
 }
 
 std::string describe(const ShardPlan& plan, const ShardMesh& mesh) {
-  std::string text = fmt::format(
-      "fully_shard: level {}, {}, over {} ranks", plan_choice(plan.level).name,
-      plan.partition == Partition::kWholeParam ? "whole parameters" : "flat", mesh.shard().size());
+  std::string text =
+      fmt::format("fully_shard: level {}, {}, over {} ranks", plan_choice(plan.level).name,
+                  plan.partition == Partition::kWholeParam ? "whole parameters"
+                  : plan.cuts.empty()                      ? "flat"
+                                                           : "cut by rules",
+                  mesh.shard().size());
   if (mesh.replicates()) text += fmt::format(", {} replicas", mesh.replicate().size());
   if (mesh.parts().size() > 1)
     text += fmt::format(", DistTensors of {} ranks", mesh.parts().size());

@@ -20,6 +20,7 @@
 #include <tessera/engine/fully_shard.h>
 #include <tessera/engine/grad_scaler.h>
 #include <tessera/engine/join.h>
+#include <tessera/engine/muon.h>
 #include <tessera/engine/optimizer_state_dict.h>
 #include <tessera/engine/shard_plan.h>
 #include <tessera/engine/sharded_optimizer.h>

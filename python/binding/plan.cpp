@@ -55,6 +55,24 @@ void assign(std::optional<OuterStep>& field, std::string_view /*argument*/,
   field = outer;
 }
 
+// A list of tuples: names, cut, and, if they are given, size and min_dim.
+void assign(std::vector<CutRule>& field, std::string_view argument, const py::handle& value) {
+  field.clear();
+  for (const py::handle& item : value) {
+    const auto given = item.cast<py::tuple>();
+    if (given.size() < 2 || given.size() > 4)
+      throw py::value_error(
+          "[fully_shard] a rule of cuts must be (names, cut), (names, cut, size) or (names, cut, "
+          "size, min_dim); got " +
+          py::repr(item).cast<std::string>());
+    CutRule rule{.names = given[0].cast<std::string>()};
+    assign(rule.cut, argument, given[1]);
+    if (given.size() > 2) rule.size = given[2].cast<int64_t>();
+    if (given.size() > 3) rule.min_dim = given[3].cast<int64_t>();
+    field.push_back(rule);
+  }
+}
+
 template <class Value>
 void assign(Value& field, std::string_view /*argument*/,
             const py::handle& value) requires(!std::is_enum_v<Value>) {

@@ -39,6 +39,9 @@ std::string describe(const Program& program) {
   add("shard_size", program.shard_size, 0);
   add("own_start", program.own_start, false);
   add("own_units", program.own_units, false);
+  for (const CutRule& rule : plan.cuts)
+    text += fmt::format(", '{}' {} {} from {} dims", rule.names, plan_choice(rule.cut).name,
+                        rule.size, rule.min_dim);
   add("owners", program.owners, false);
   add("whole", program.whole, false);
   add("ignored", program.ignored, false);

@@ -41,6 +41,14 @@ void draw_layers(Random& random, Program& program) {
   program.registration = random.permutation(count + 1);
 }
 
+std::vector<CutRule> draw_cuts(Random& random) {
+  std::vector<CutRule> rules(random.between(1, 2));
+  for (CutRule& rule : rules)
+    rule = {"*", random.one_of({Cut::kAnywhere, Cut::kRows, Cut::kElements, Cut::kWhole}),
+            random.between(1, 40), random.between(0, 2)};
+  return rules;
+}
+
 void draw_plan(Random& random, Program& program) {
   ShardPlan& plan = program.plan;
   plan.level = static_cast<ShardLevel>(random.between(0, 3));
@@ -56,6 +64,7 @@ void draw_plan(Random& random, Program& program) {
   plan.sync_buffers = random.once_in(6);
   program.own_units = random.once_in(6);
   program.owners = plan.partition == Partition::kWholeParam && random.once_in(4);
+  if (!program.owners && random.once_in(4)) plan.cuts = draw_cuts(random);
   if (program.ranks > 1 && random.once_in(5)) {
     program.shard_size = program.ranks == 4 ? random.one_of({1, 2, 4}) : 1;
   }

@@ -178,6 +178,9 @@ void Source::add_plan() {
   });
   if (plan.partition != Partition::kFlatEven)
     line("    plan.partition = tessera::Partition::kWholeParam;");
+  for (const CutRule& rule : plan.cuts)
+    line("    plan.cuts.push_back({{\"{}\", tessera::Cut::{}, {}, {}}});", rule.names,
+         plan_choice(rule.cut).enumerator, rule.size, rule.min_dim);
   if (plan.offload != Offload::kNone)
     line("    plan.offload = tessera::Offload::{};",
          plan.offload == Offload::kHost ? "kHost" : "kDirectory");

@@ -103,9 +103,9 @@ void check_plan(const ShardPlan& plan) {
   TORCH_CHECK_VALUE(!plan.device || has_device(*plan.device),
                     "[fully_shard] plan.device must be a device of this process, which has ",
                     devices_text(), "; got ", *plan.device);
-  TORCH_CHECK_VALUE(plan.owners.empty() || plan.partition == Partition::kWholeParam,
-                    "[fully_shard] plan.owners needs Partition::kWholeParam; otherwise parameters "
-                    "are cut over all ranks");
+  for (const CutRule& rule : plan.cuts)
+    TORCH_CHECK_VALUE(rule.size > 0, "[fully_shard] plan.cuts: the size of a block of '",
+                      rule.names, "' must be positive; got ", rule.size);
   TORCH_CHECK_VALUE(plan.offload_directory.empty() || plan.offload == Offload::kDirectory,
                     "[fully_shard] plan.offload_directory needs Offload::kDirectory; got '",
                     plan.offload_directory, "'");

@@ -101,12 +101,6 @@ at::Tensor full_value(ShardedState& state, const ParamIndex& place) {
                       unit.updated().narrow(0, first, end - begin).to(unit.layout().device));
 }
 
-at::Tensor in_shape(const Unit& unit, const ParamSlot& param, const at::Tensor& part) {
-  const bool is_whole =
-      unit.layout().partition == Partition::kWholeParam && part.numel() == param.numel;
-  return is_whole ? at::as_strided(part, param.sizes, param.strides, part.storage_offset()) : part;
-}
-
 at::Tensor gather_part(ShardedState& state, const ParamIndex& place, const at::Tensor& part) {
   at::NoGradGuard no_grad;
   state.check_no_join("gather()");
@@ -133,7 +127,7 @@ at::Tensor cut_part(const ShardedState& state, const ParamIndex& place, const at
   const at::Tensor part = flat_in_order(local_value(param, whole), param.strides)
                               .narrow(0, begin - param.offset, end - begin)
                               .clone();
-  return in_shape(unit, param, part);
+  return shaped_part(param, part);
 }
 
 std::vector<NamedTensor> full_state(ShardedState& state) {

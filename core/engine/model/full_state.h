@@ -6,10 +6,6 @@
 
 namespace tessera {
 
-/// Returns the elements of a parameter that this rank updates, `part`, in the parameter's shape
-/// under `Partition::kWholeParam`, or else as they are.
-at::Tensor in_shape(const Unit& unit, const ParamSlot& param, const at::Tensor& part);
-
 /// Returns a parameter from the elements that each rank updates: `part`, 1-D. Collective.
 at::Tensor gather_whole(ShardedState& state, const ParamIndex& place, const at::Tensor& part);
 

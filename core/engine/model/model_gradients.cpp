@@ -54,7 +54,7 @@ at::Tensor local_grad(ShardedState& state, const ParamIndex& place) {
   const Unit& unit = *state.units()[place.unit];
   const auto [begin, end] = unit.updated_range(param);
   if (begin == end || !gradients.is_live(place.slot)) return {};
-  return in_shape(unit, param, gradients.reduced(begin, end));
+  return shaped_part(param, gradients.reduced(begin, end));
 }
 
 bool has_grad(ShardedState& state, const ParamIndex& place) {

@@ -149,9 +149,7 @@ class Join {
     const auto [begin, end] = layout.level == ShardLevel::kNone
                                   ? std::pair(slot.offset, slot.offset + slot.numel)
                                   : overlap(slot, layout.bounds[rank], layout.bounds[rank + 1]);
-    const bool is_whole = layout.partition == Partition::kWholeParam && end - begin == slot.numel;
-    const std::vector<int64_t> sizes = is_whole ? slot.sizes : std::vector<int64_t>{end - begin};
-    if (!is_elementwise(name, value, sizes, others_)) {
+    if (!is_elementwise(name, value, part_sizes(slot, end - begin), others_)) {
       whole.emplace(name, value);
       return;
     }
@@ -163,7 +161,9 @@ class Join {
     }
     at::as_strided(it->second.toTensor(), {slot.numel}, {1})
         .narrow(0, begin - slot.offset, end - begin)
-        .copy_(is_whole ? flat_in_order(part, slot.strides) : part);
+        .copy_(end - begin == slot.numel && part.sizes() == at::IntArrayRef(slot.sizes)
+                   ? flat_in_order(part, slot.strides)
+                   : part.reshape({-1}));
   }
 
   const ShardedState& state_;

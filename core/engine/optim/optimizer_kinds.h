@@ -1,6 +1,7 @@
 #pragma once
 
 #include <tessera/engine/cpu_adam.h>
+#include <tessera/engine/muon.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -20,9 +21,10 @@ namespace tessera {
 /// - `visit_state(state, tensor, count)`: calls `tensor` or `count` with the name of each field of
 ///   the state and a reference to it;
 /// - `visit_options(options, f)`: calls `f` with the name of each option and a reference to its
-///   double or bool; `betas` is `beta1` and `beta2`;
+///   double, int64_t or bool; `betas` is `beta1` and `beta2`;
 /// - `state_names(options)`: the names of the tensors that the optimizer keeps with these options;
-/// - `starts_with_zeros(options)`: whether the first step makes state of zeros.
+/// - `starts_with_zeros(options)`: whether the first step makes state of zeros;
+/// - `steps_elementwise(options)`: whether a step treats each element by itself.
 ///
 /// Names are those of LibTorch and PyTorch.
 template <class OptimizerClass, class OptionsClass, class StateClass>
@@ -31,6 +33,7 @@ struct OptimizerKind {
   using Options = OptionsClass;
   using State = StateClass;
   static bool starts_with_zeros(Options& /*options*/) { return true; }
+  static bool steps_elementwise(const Options& /*options*/) { return true; }
 };
 
 template <class OptimizerClass, class OptionsClass, class StateClass>
@@ -159,8 +162,41 @@ struct RMSpropKind : OptimizerKind<torch::optim::RMSprop, torch::optim::RMSpropO
   }
 };
 
+struct MuonKind : OptimizerKind<Muon, MuonOptions, MuonParamState> {
+  static constexpr const char* kName = "Muon";
+  template <class Tensor, class Count>
+  static void visit_state(State& state, Tensor&& tensor, Count&& count) {
+    tensor("momentum_buffer", state.momentum_buffer());
+    tensor("exp_avg", state.exp_avg());
+    tensor("exp_avg_sq", state.exp_avg_sq());
+    count("step", state.step());
+  }
+  template <class F>
+  static void visit_options(Options& options, F&& f) {
+    f("lr", options.lr());
+    f("weight_decay", options.weight_decay());
+    f("momentum", options.momentum());
+    f("nesterov", options.nesterov());
+    f("ns_a", std::get<0>(options.ns_coefficients()));
+    f("ns_b", std::get<1>(options.ns_coefficients()));
+    f("ns_c", std::get<2>(options.ns_coefficients()));
+    f("eps", options.eps());
+    f("ns_steps", options.ns_steps());
+    f("match_rms_adamw", options.match_rms_adamw());
+    f("adamw", options.adamw());
+    f("beta1", std::get<0>(options.betas()));
+    f("beta2", std::get<1>(options.betas()));
+    f("adamw_eps", options.adamw_eps());
+  }
+  static std::vector<std::string> state_names(Options& options) {
+    if (options.adamw()) return {"exp_avg", "exp_avg_sq"};
+    return {"momentum_buffer"};
+  }
+  static bool steps_elementwise(const Options& options) { return options.adamw(); }
+};
+
 using OptimizerKinds =
-    std::tuple<AdamWKind, AdamKind, CPUAdamKind, SGDKind, AdagradKind, RMSpropKind>;
+    std::tuple<AdamWKind, AdamKind, CPUAdamKind, SGDKind, AdagradKind, RMSpropKind, MuonKind>;
 
 /// Calls `f` with the first kind that `is_it(kind)` accepts; returns false if there is none.
 template <class IsIt, class F>

@@ -72,18 +72,35 @@ void check_class(const char* function, const torch::optim::Optimizer& optimizer)
 }
 
 bool steps_elementwise(const torch::optim::Optimizer& optimizer) {
+  for (size_t group = 0; group < optimizer.param_groups().size(); ++group)
+    if (!steps_elementwise(optimizer, group)) return false;
+  return true;
+}
+
+bool steps_elementwise(const torch::optim::Optimizer& optimizer, size_t param_group) {
   if (const ForeignOptimizer* const foreign = as_foreign(optimizer)) return foreign->elementwise();
   const auto is_exactly = [&](auto kind) {
     return typeid(optimizer) == typeid(typename decltype(kind)::Optimizer);
   };
-  return with_kind_if(is_exactly, [](auto) {});
+  bool result = false;
+  with_kind_if(is_exactly, [&](auto kind) {
+    using Options = typename decltype(kind)::Options;
+    result = kind.steps_elementwise(
+        static_cast<const Options&>(optimizer.param_groups()[param_group].options()));
+  });
+  return result;
+}
+
+bool steps_matrices(const torch::optim::Optimizer& optimizer) {
+  return typeid(optimizer) == typeid(Muon);
 }
 
 std::string ways_out_of_cuts(const torch::optim::Optimizer& optimizer) {
   const ForeignOptimizer* const foreign = as_foreign(optimizer);
   return fmt::format(
-      "got a {}, which may need whole parameters. Shard them whole (Partition::kWholeParam), or, "
-      "if its step treats each element by itself, declare that: elementwise = {}",
+      "got a {}, which may need whole parameters. Shard them whole (plan.cuts, or "
+      "Partition::kWholeParam), or, if its step treats each element by itself, declare that: "
+      "elementwise = {}",
       foreign ? foreign->class_name() : c10::demangle(typeid(optimizer).name()),
       foreign ? "True in its class" : "true in the options");
 }

@@ -22,10 +22,15 @@ void check_optimized_once(const char* function, const std::vector<NamedTensor>& 
 /// needs products over all parameters, and for SparseAdam, which steps sparse gradients alone.
 void check_class(const char* function, const torch::optim::Optimizer& optimizer);
 
-/// Returns true if the optimizer's step is known to treat each element of a parameter by itself:
-/// for the exact classes of `OptimizerKinds`, as a derived one may step differently, and a
-/// `ForeignOptimizer` that says so.
+/// Returns true if the optimizer's step is known to treat each element of a parameter by itself, in
+/// all param groups or in one: for the exact classes of `OptimizerKinds`, as a derived one may step
+/// differently, and a `ForeignOptimizer` that says so.
 bool steps_elementwise(const torch::optim::Optimizer& optimizer);
+bool steps_elementwise(const torch::optim::Optimizer& optimizer, size_t param_group);
+
+/// Returns true if the optimizer is known to step parameters of three dims as stacks of matrices,
+/// each by itself.
+bool steps_matrices(const torch::optim::Optimizer& optimizer);
 
 /// Returns the end of an error about parameters that are cut for an optimizer that is not known to
 /// step elementwise.

@@ -19,7 +19,7 @@ void with_known_kind(const torch::optim::Optimizer& optimizer, F&& f) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       with_kind(optimizer, f),
       "[tessera] the state and options of an optimizer can be read and stored only for Adagrad, "
-      "Adam, AdamW, CPUAdam, RMSprop and SGD; got another class");
+      "Adam, AdamW, CPUAdam, Muon, RMSprop and SGD; got another class");
 }
 
 template <class Options>
@@ -57,7 +57,7 @@ void with_options(const torch::optim::Optimizer& optimizer,
   });
   TORCH_CHECK_NOT_IMPLEMENTED(is_known,
                               "[tessera] which tensors an optimizer will make is known only for "
-                              "Adagrad, Adam, AdamW, RMSprop and SGD; got ",
+                              "Adagrad, Adam, AdamW, Muon, RMSprop and SGD; got ",
                               foreign->kind());
 }
 
@@ -163,7 +163,9 @@ std::vector<std::string> state_names(const torch::optim::Optimizer& optimizer,
 }
 
 at::ScalarType state_dtype(const torch::optim::Optimizer& optimizer, at::ScalarType param) {
-  return dynamic_cast<const CPUAdam*>(&optimizer) ? moment_dtype(param) : param;
+  const bool is_own = dynamic_cast<const CPUAdam*>(&optimizer) != nullptr ||
+                      dynamic_cast<const Muon*>(&optimizer) != nullptr;
+  return is_own ? moment_dtype(param) : param;
 }
 
 void make_param_state(torch::optim::Optimizer& optimizer,

@@ -28,8 +28,8 @@ struct ParamState {
 };
 
 /// Returns the state of a parameter; empty if it has none. Throws `c10::NotImplementedError` for an
-/// optimizer other than a `ForeignOptimizer`, `CPUAdam` and LibTorch's Adagrad, Adam, AdamW,
-/// RMSprop and SGD.
+/// optimizer other than a `ForeignOptimizer`, `CPUAdam`, `Muon` and LibTorch's Adagrad, Adam,
+/// AdamW, RMSprop and SGD.
 ParamState read_param_state(const torch::optim::Optimizer& optimizer, const at::Tensor& param);
 
 /// Sets the state of a parameter.

@@ -78,12 +78,9 @@ at::Tensor make_placeholder(const ShardedState& state, const ParamIndex& place) 
 
 // Returns this rank's part of a parameter, as a view of the tensor that its unit updates.
 at::Tensor part_of(const Unit& unit, const ParamSlot& slot, const Segment& segment) {
-  const bool is_whole = segment.end - segment.begin == slot.numel;
   const at::Tensor& own = unit.updated();
   const int64_t offset = segment.begin - unit.updated_begin() + own.storage_offset();
-  return unit.layout().partition == Partition::kWholeParam && is_whole
-             ? at::as_strided(own, slot.sizes, slot.strides, offset)
-             : at::as_strided(own, {segment.end - segment.begin}, {1}, offset);
+  return shaped_part(slot, at::as_strided(own, {segment.end - segment.begin}, {1}, offset));
 }
 
 Segment make_segment(const ShardedState& state, const ParamIndex& place, size_t param_group) {
@@ -103,13 +100,16 @@ Segment make_segment(const ShardedState& state, const ParamIndex& place, size_t 
 
 // An optimizer that needs whole parameters would step 1-D parts of them without an error.
 void check_none_cut(const ShardedState& state, const torch::optim::Optimizer& optimizer) {
-  for (const auto& group : optimizer.param_groups()) {
-    for (const at::Tensor& param : group.params()) {
+  const auto& groups = optimizer.param_groups();
+  for (size_t group = 0; group < groups.size(); ++group) {
+    if (steps_elementwise(optimizer, group)) continue;
+    for (const at::Tensor& param : groups[group].params()) {
       const auto place = state.find(param);
       if (!place) continue;  // adopted before
       const ParamSlot& slot = state.slot(*place);
-      const Partition partition = state.units()[place->unit]->layout().partition;
-      TORCH_CHECK_NOT_IMPLEMENTED(partition == Partition::kWholeParam && !slot.dist,
+      const bool is_stack = slot.cut == Cut::kRows && slot.sizes.size() == 3;
+      const bool is_whole = slot.cut == Cut::kWhole || (is_stack && steps_matrices(optimizer));
+      TORCH_CHECK_NOT_IMPLEMENTED(is_whole && !slot.dist,
                                   "[ShardedOptimizer] the optimizer must be elementwise, as ranks "
                                   "step parts of parameters ('",
                                   slot.name(), "' is cut); ", ways_out_of_cuts(optimizer));
@@ -159,7 +159,7 @@ void check_optimizer(const ShardedState& state, const torch::optim::Optimizer& o
   for (const Segment& segment : adopted)
     params.push_back({state.slot(segment.place).name(), segment.held});
   check_optimized_once("ShardedOptimizer", params, {&optimizer});
-  if (!elementwise && !steps_elementwise(optimizer)) check_none_cut(state, optimizer);
+  if (!elementwise) check_none_cut(state, optimizer);
 }
 
 void give_back_parameters(const ShardedState& state, torch::optim::Optimizer& optimizer,

@@ -18,9 +18,9 @@ struct Segment {
   ParamIndex place;
   size_t param_group = 0;
   int64_t begin = 0, end = 0;  ///< elements of the unit's flat buffer
-  at::Tensor tensor;  ///< 1-D view of the shard; in the parameter's shape under kWholeParam
-  at::Tensor held;    ///< the tensor in the param group: `tensor`, or one without elements
-  at::Tensor digits;  ///< of master weights, to be restored; usually undefined
+  at::Tensor tensor;           ///< view of the shard, of the shape that `part_sizes()` says
+  at::Tensor held;             ///< the tensor in the param group: `tensor`, or one without elements
+  at::Tensor digits;           ///< of master weights, to be restored; usually undefined
 };
 
 /// Returns a copy of the segment's elements of `whole`, a tensor of the parameter's shape, in the

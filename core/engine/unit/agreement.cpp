@@ -34,6 +34,13 @@ std::string text_of(const std::optional<OuterStep>& outer) {
   return fmt::format("every {}, learning_rate {}, momentum {}, nesterov {}", outer->every,
                      outer->learning_rate, outer->momentum, outer->nesterov);
 }
+std::string text_of(const std::vector<CutRule>& rules) {
+  std::vector<std::string> texts;
+  for (const CutRule& rule : rules)
+    texts.push_back(fmt::format("'{}' {} {} from {} dims", rule.names, plan_choice(rule.cut).name,
+                                rule.size, rule.min_dim));
+  return fmt::format("[{}]", fmt::join(texts, ", "));
+}
 template <class Value>
 std::string text_of(const Value& value) {
   if constexpr (std::is_enum_v<Value>) {

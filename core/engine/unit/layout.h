@@ -41,7 +41,9 @@ struct ParamSlot {
   at::Device device = at::kCPU;
   bool requires_grad = true;
   bool is_replicated = true;  ///< false: each rank has its own
-  int64_t offset = 0;         ///< elements from the start of the unit's flat buffer
+  Cut cut = Cut::kAnywhere;
+  int64_t block = 1;   ///< elements that stay together, from the start
+  int64_t offset = 0;  ///< elements from the start of the unit's flat buffer
   int64_t numel = 0;
 
   std::optional<DistSlot> dist;  ///< empty for an ordinary tensor
@@ -66,7 +68,6 @@ struct GradChunk {
 struct UnitLayout {
   std::string name;
   ShardLevel level = ShardLevel::kParameters;
-  Partition partition = Partition::kFlatEven;
   at::ScalarType dtype = at::kFloat;         ///< of the parameters
   at::ScalarType master_dtype = at::kFloat;  ///< of the updated values and their gradients
   at::ScalarType thawed_dtype = at::kFloat;  ///< `master_dtype` once frozen parameters are trained
@@ -107,6 +108,12 @@ std::pair<int64_t, int64_t> overlap(const ParamSlot& slot, int64_t begin, int64_
 
 /// The parameter as it lies in `flat`, its unit's flat buffer.
 at::Tensor view_param(const ParamSlot& slot, const at::Tensor& flat);
+
+/// The shape in which an optimizer gets `numel` elements of the parameter: its own if it is whole,
+/// that of rows if it is cut between them, else one dim.
+std::vector<int64_t> part_sizes(const ParamSlot& slot, int64_t numel);
+/// Part of a parameter, 1-D, as a view of that shape.
+at::Tensor shaped_part(const ParamSlot& slot, const at::Tensor& part);
 
 /// The elements of `tensor` in the order of memory that `strides` describe, 1-D: seen, if that is
 /// its own, or else copied.

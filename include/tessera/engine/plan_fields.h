@@ -33,6 +33,11 @@ inline constexpr std::array kPlanChoices<Partition> = {
     PlanChoice{Partition::kFlatEven, "kFlatEven", "flat_even"},
     PlanChoice{Partition::kWholeParam, "kWholeParam", "whole_param"}};
 template <>
+inline constexpr std::array kPlanChoices<Cut> = {
+    PlanChoice{Cut::kAnywhere, "kAnywhere", "anywhere"}, PlanChoice{Cut::kRows, "kRows", "rows"},
+    PlanChoice{Cut::kElements, "kElements", "elements"},
+    PlanChoice{Cut::kWhole, "kWhole", "whole"}};
+template <>
 inline constexpr std::array kPlanChoices<StartValues> = {
     PlanChoice{StartValues::kBroadcast, "kBroadcast", "broadcast"},
     PlanChoice{StartValues::kKeep, "kKeep", "keep"}};
@@ -69,6 +74,7 @@ void visit_fields(Visit&& visit, Plans&... plans) {
   visit("level", plans.level...);
   visit("partition", plans.partition...);
   visit("unit_bytes", plans.unit_bytes...);
+  visit("cuts", plans.cuts...);
   visit("owners", plans.owners...);
   visit("ignored", plans.ignored...);
   visit("unreplicated", plans.unreplicated...);

@@ -23,7 +23,30 @@ enum class ShardLevel : uint8_t {
 /// How a unit is split over the ranks.
 enum class Partition : uint8_t {
   kFlatEven,    ///< parameters are packed into one flat buffer, cut into equal shards
-  kWholeParam,  ///< each parameter is owned by one rank, the least loaded one so far
+  kWholeParam,  ///< each parameter is owned by one rank, that with the fewest elements so far
+};
+
+/// Where a parameter may be cut between ranks.
+enum class Cut : uint8_t {
+  kAnywhere,  ///< between any two elements
+  kRows,      ///< between blocks of rows: indices of the first dim
+  kElements,  ///< between blocks of elements, in the order of memory
+  kWhole,     ///< nowhere: it is on one rank, its owner
+};
+
+/// Says where parameters may be cut.
+struct CutRule {
+  /// A parameter's name, or a pattern of names, in which `*` stands for any characters.
+  std::string names;
+  Cut cut = Cut::kWhole;
+  /// Rows or elements of a block that stays together, from the parameter's start; the last block
+  /// may be smaller. Several blocks stay together where a border between them would not be at a
+  /// multiple of 64 bytes.
+  int64_t size = 1;
+  /// The rule is for parameters of at least so many dims.
+  int64_t min_dim = 0;
+
+  bool operator==(const CutRule&) const = default;
 };
 
 /// Source of the parameters' values at wrap time; ranks may have made different ones.
@@ -111,9 +134,20 @@ struct ShardPlan {
   /// transport, 4 MiB where units are sent in messages, 1 MiB where ranks share memory.
   std::optional<int64_t> unit_bytes = std::nullopt;
 
-  /// With `Partition::kWholeParam`: the owners of these parameters, by name, as ranks in
-  /// `process_group`. The other parameters go to the least loaded ranks, as without this list.
-  /// Refused with `kFlatEven`.
+  /// Where parameters may be cut, for optimizers that need more than single elements: the first
+  /// rule that fits counts, and `partition` for parameters that no rule fits. A unit may have
+  /// parameters of all kinds; with whole ones, its shards differ in size. Owners of whole
+  /// parameters are those with the least work in their update so far: for matrices of m rows and n
+  /// columns, elements times min(m, n), as in products with their transposes. For a DistTensor it
+  /// is this rank's local part that is cut or whole.
+  ///
+  /// Throws for a rule that fits no parameter, a block larger than the parameter that a rule names,
+  /// and rows that do not lie one after another in memory.
+  std::vector<CutRule> cuts;
+
+  /// The owners of these whole parameters, by name, as ranks in `process_group`. Other whole
+  /// parameters go to the least loaded ranks, as without this list. Refused for parameters that may
+  /// be cut.
   std::map<std::string, int> owners;
 
   /// Names of parameters that are left alone: never sharded, reduced or gathered. Rank 0's values

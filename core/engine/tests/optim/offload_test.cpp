@@ -164,7 +164,7 @@ TEST(Offload, OptimizersWhoseStateCannotBeReadAreRefused) {
     auto sharded = fully_shard(net, {.offload = Offload::kHost});
     Own own(net->parameters());
     expect_error([&] { ShardedOptimizer(sharded, own, {.elementwise = true}); },
-                 {"Adagrad, Adam, AdamW, CPUAdam, RMSprop and SGD"});
+                 {"Adagrad, Adam, AdamW, CPUAdam, Muon, RMSprop and SGD"});
   });
 }
 

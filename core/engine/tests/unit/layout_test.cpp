@@ -1,6 +1,12 @@
 #include "engine/unit/layout.h"
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <random>
 
 #include "support/models.h"
 
@@ -234,6 +240,143 @@ TEST(CollectParameters, RefusesWhatCannotBeSharded) {
         collect_parameters({{"a", torch::zeros({2, 2}).to_sparse()}});
       },
       {"'a'", "dense"});
+}
+
+std::vector<int64_t> starts_in(const UnitLayout& unit, const ParamSlot& slot) {
+  std::vector<int64_t> cuts;
+  for (const int64_t bound : unit.bounds)
+    if (bound > slot.offset && bound < slot.offset + slot.numel)
+      cuts.push_back(bound - slot.offset);
+  return cuts;
+}
+
+// Expects that borders are where rules let them be.
+void check_cuts(const UnitLayout& unit, int ranks) {
+  check(unit, ranks);
+  for (const ParamSlot& slot : unit.slots)
+    for (const int64_t cut : starts_in(unit, slot)) {
+      EXPECT_NE(slot.cut, Cut::kWhole) << slot.name();
+      EXPECT_EQ(cut % slot.block, 0) << slot.name();
+    }
+}
+
+TEST(Cuts, TheFirstRuleThatFitsCounts) {
+  const Model model({{"a.weight", {64, 16}}, {"a.bias", {64}}, {"b.weight", {64, 16}}, {"c", {9}}});
+  const ShardPlan plan{.cuts = {{"a.weight", Cut::kWhole},
+                                {"*.weight", Cut::kRows, 8},
+                                {"*", Cut::kAnywhere, 1, 2},
+                                {"*", Cut::kElements, 32}}};
+  for (const int ranks : {1, 2, 3, 4}) {
+    const auto units = model.lay_out(plan, ranks);
+    ASSERT_EQ(units.size(), 1U);
+    check_cuts(units[0], ranks);
+    std::map<std::string, std::pair<Cut, int64_t>> cuts;
+    for (const ParamSlot& slot : units[0].slots) cuts[slot.name()] = {slot.cut, slot.block};
+    EXPECT_EQ(cuts["a.weight"].first, Cut::kWhole);
+    EXPECT_EQ(cuts["b.weight"], std::pair(Cut::kRows, int64_t{128}));
+    EXPECT_EQ(cuts["a.bias"], std::pair(Cut::kElements, int64_t{32}));
+    EXPECT_EQ(cuts["c"], std::pair(Cut::kElements, int64_t{9}));
+  }
+}
+
+// 64 bytes are 16 floats: eight rows of six.
+TEST(Cuts, BlocksStayTogetherUntilABorderIsAligned) {
+  const auto units = Model({{"a", {101, 6}}}).lay_out({.cuts = {{"a", Cut::kRows, 2}}}, 3);
+  check_cuts(units[0], 3);
+  EXPECT_EQ(units[0].bounds, (std::vector<int64_t>{0, 192, 384, 608}));
+}
+
+TEST(Cuts, OthersFillTheRanksUpAroundWholeParameters) {
+  std::vector<Shape> shapes{{"w1", {16, 16}}, {"w2", {16, 32}}};
+  for (int i = 0; i < 16; ++i) shapes.push_back({fmt::format("b{}", i), {100}});
+  const Model model(shapes);
+  for (const int ranks : {2, 3, 5}) {
+    const auto units = model.lay_out({.cuts = {{"w*", Cut::kWhole}}}, ranks);
+    ASSERT_EQ(units.size(), 1U);
+    check_cuts(units[0], ranks);
+    // 100 elements take 112. A rank may have to end a parameter, and make up for the one before.
+    const int64_t even = (256 + 512 + 16 * 112) / ranks;
+    for (int rank = 0; rank < ranks; ++rank)
+      EXPECT_LE(std::abs(units[0].shard_numel(rank) - even), 2 * (112 + 16)) << rank;
+  }
+}
+
+TEST(Cuts, LargeParametersThatMayBeCutAreNotPackedWithWholeOnes) {
+  const Model model({{"embedding", {100, 16}}, {"w", {16, 16}}, {"b", {16}}, {"head", {100, 16}}});
+  const auto units = model.lay_out({.unit_bytes = 20000, .cuts = {{"w", Cut::kWhole}}}, 4);
+  ASSERT_EQ(units.size(), 2U);
+  EXPECT_EQ(names_of(units[0]), (std::vector<std::string>{"embedding", "head"}));
+  EXPECT_EQ(names_of(units[1]), (std::vector<std::string>{"w", "b"}));
+  for (const UnitLayout& unit : units) check_cuts(unit, 4);
+  EXPECT_EQ(model.lay_out({.cuts = {{"w", Cut::kRows}}}, 4).size(), 1U);
+}
+
+// A whole parameter can't lie within another: its owner takes the rest of that.
+TEST(Cuts, AnOwnerEndsTheParameterThatLiesBeforeItsOwn) {
+  const Model model({{"large", {4096}}, {"w", {4, 4}}});
+  const auto units = model.lay_out({.cuts = {{"w", Cut::kWhole}}, .owners = {{"w", 1}}}, 4);
+  check_cuts(units[0], 4);
+  EXPECT_EQ(names_of(units[0]), (std::vector<std::string>{"large", "w"}));
+  EXPECT_EQ(units[0].bounds[2], 4096 + 16);
+  EXPECT_EQ(units[0].bounds[4], 4096 + 16);
+}
+
+TEST(Cuts, OwnersHaveEqualWorkOverAllUnits) {
+  std::vector<Shape> shapes;
+  for (int i = 0; i < 12; ++i) shapes.push_back({fmt::format("w{}", i), {16 * (1 + i % 3), 32}});
+  const auto units = Model(shapes).lay_out({.unit_bytes = 0, .cuts = {{"*", Cut::kWhole}}}, 4);
+  std::vector<int64_t> work(4, 0);
+  for (const UnitLayout& unit : units) {
+    check_cuts(unit, 4);
+    for (const ParamSlot& slot : unit.slots) {
+      const auto owner = std::ranges::upper_bound(unit.bounds, slot.offset) - unit.bounds.begin();
+      work[owner - 1] += slot.numel * std::min(slot.sizes[0], slot.sizes[1]);
+    }
+  }
+  const auto [least, most] = std::ranges::minmax(work);
+  EXPECT_LE(most - least, 48 * 32 * 32) << fmt::format("{}", fmt::join(work, " "));
+}
+
+TEST(Cuts, PartsOfAllKindsHoldEachElementOnce) {
+  const std::vector<Cut> kinds{Cut::kAnywhere, Cut::kRows, Cut::kElements, Cut::kWhole};
+  for (int seed = 0; seed < 300; ++seed) {
+    std::minstd_rand random(seed + 1);
+    const auto below = [&](int64_t n) { return static_cast<int64_t>(random() % n); };
+    std::vector<Shape> shapes;
+    ShardPlan plan{.unit_bytes = below(3) * 400};
+    for (int i = 0; i < 1 + below(6); ++i) {
+      shapes.push_back({fmt::format("p{}", i), {below(20), 1 + below(9)}});
+      plan.cuts.push_back({fmt::format("p{}*", i), kinds[below(4)], 1 + below(30)});
+    }
+    const int ranks = static_cast<int>(1 + below(5));
+    size_t slots = 0;
+    for (const UnitLayout& unit : Model(shapes).lay_out(plan, ranks)) {
+      SCOPED_TRACE(seed);
+      check_cuts(unit, ranks);
+      slots += unit.slots.size();
+    }
+    EXPECT_EQ(slots, shapes.size());
+  }
+}
+
+TEST(Cuts, RulesThatCantBeHonouredAreRefused) {
+  const Model model({{"w", {6, 4}}, {"b", {6}}});
+  const auto expect_refused = [&](const ShardPlan& plan, const std::vector<std::string>& parts) {
+    expect_error([&] { model.lay_out(plan, 2); }, parts);
+  };
+  expect_refused({.cuts = {{"v", Cut::kWhole}}}, {"plan.cuts", "'v' fits no parameter", "'w'"});
+  expect_refused({.cuts = {{"*", Cut::kRows, 1, 3}}}, {"'*' fits no parameter", "3 dims"});
+  expect_refused({.cuts = {{"w", Cut::kRows, 7}}}, {"'w'", "at most its 6 rows", "got 7"});
+  expect_refused({.cuts = {{"b", Cut::kElements, 9}}}, {"'b'", "at most its 6 elements", "got 9"});
+  expect_refused({.owners = {{"w", 0}}}, {"plan.owners", "'w'", "Cut::kWhole"});
+  expect_refused({.cuts = {{"w", Cut::kWhole}}, .owners = {{"w", 2}}}, {"ranks from 0 to 1"});
+  Model columns({{"w", {6, 4}}});
+  columns.tensors[0].tensor = torch::zeros({4, 6}).t().detach().requires_grad_();
+  expect_error(
+      [&] {
+        columns.lay_out({.cuts = {{"w", Cut::kRows}}}, 2);
+      },
+      {"rows of 'w'", "[1, 6]", "one after another"});
 }
 
 }  // namespace tessera::testing::layout_test

@@ -45,6 +45,7 @@ TEST(PlanFields, ChoicesHaveTheirValuesInOrder) {
   };
   check(kPlanChoices<ShardLevel>);
   check(kPlanChoices<Partition>);
+  check(kPlanChoices<Cut>);
   check(kPlanChoices<StartValues>);
   check(kPlanChoices<Offload>);
   EXPECT_EQ(find_plan_choice<ShardLevel>("os_g"), ShardLevel::kGradients);

@@ -1,0 +1,182 @@
+// Muon: its formula, and on shards the bits of one process.
+#include <gtest/gtest.h>
+#include <tessera/engine/muon.h>
+#include <tessera/engine/optimizer_state_dict.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "support/models.h"
+
+namespace tessera::testing::muon_test {
+
+using torch::Tensor;
+
+const std::vector<std::string> kExceptions{"head*", "table"};
+
+// Matrices of which some are wider than high, a stack of matrices, vectors, a table of rows.
+struct Experts : Net {
+  Experts() {
+    up = register_module("up", torch::nn::Linear(37, 52));
+    down = register_module("down", torch::nn::Linear(torch::nn::LinearOptions(52, 37).bias(false)));
+    experts = register_parameter("experts", torch::randn({5, 37, 16}) * 0.1);
+    table = register_parameter("table", torch::randn({21, 37}) * 0.1);
+    norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({37})));
+    head = register_module("head", torch::nn::Linear(37, 5));
+  }
+  Tensor forward(Tensor x) override {
+    x = x + down(torch::tanh(up(x)));
+    const Tensor mixed = torch::einsum("bi,eij,ekj->bk", {x, experts, experts}) / 5;
+    return head(norm(x + mixed) + table.mean(0));
+  }
+  torch::Dtype dtype() const override { return head->weight.scalar_type(); }
+  torch::nn::Linear up{nullptr}, down{nullptr}, head{nullptr};
+  Tensor experts, table;
+  torch::nn::LayerNorm norm{nullptr};
+};
+
+TrainingRun muon_run() {
+  return {.make_net = [] { return seeded(7, [] { return std::make_shared<Experts>(); }); },
+          .make_optimizer =
+              [](Net& net) {
+                return std::make_unique<Muon>(muon_groups(
+                    net, kExceptions, MuonOptions(0.02).weight_decay(0.01), MuonOptions(3e-3)));
+              },
+          .steps = 3};
+}
+
+std::vector<CutRule> rules() {
+  auto cuts = muon_cuts(Experts(), kExceptions);
+  cuts.push_back({"table", Cut::kRows, 2});
+  cuts.push_back({"*bias", Cut::kElements, 8});
+  return cuts;
+}
+
+std::vector<ParityCase> cases(int64_t unit_bytes) {
+  std::vector<ShardPlan> plans = with_each_partition({.unit_bytes = unit_bytes});
+  for (ShardPlan& plan : plans)
+    if (plan.partition == Partition::kFlatEven) plan.cuts = rules();
+  return cases_of(plans, /*tolerance=*/0);
+}
+
+class ShardedMuon : public ::testing::TestWithParam<Transport> {};
+INSTANTIATE_TEST_SUITE_P(Over, ShardedMuon, ::testing::ValuesIn(kTransports), transport_of_test);
+
+TEST_P(ShardedMuon, GivesTheBitsOfOneProcessAtEveryLevel) {
+  for (const int ranks : {1, 2, 4}) {
+    const State expected = train_alone(muon_run(), ranks);
+    for (const int64_t unit_bytes : {0, 9000, 1 << 24})
+      expect_each_has(expected, muon_run(), ranks, cases(unit_bytes), GetParam());
+  }
+}
+
+TEST_P(ShardedMuon, GivesTheBitsOfOneProcessWithMastersAndOffload) {
+  for (const int ranks : {1, 2, 4}) {
+    std::vector<ParityCase> all;
+    for (ParityCase each : cases(9000)) {
+      each.plan.offload = Offload::kHost;
+      all.push_back(each);
+    }
+    expect_parity_of_each(muon_run(), ranks, all, GetParam());
+  }
+}
+
+Tensor expected_direction(const Tensor& update) {
+  Tensor x = update.to(torch::kBFloat16);
+  if (update.size(0) > update.size(1)) x = x.t();
+  x = x / x.norm().clamp_min(1e-7);
+  for (int i = 0; i < 5; ++i) {
+    const Tensor gram = x.mm(x.t());
+    x = torch::addmm(x, torch::addmm(gram, gram, gram, -4.7750, 2.0315), x, 3.4445);
+  }
+  return update.size(0) > update.size(1) ? x.t() : x;
+}
+
+TEST(Muon, StepsByTheFormula) {
+  for (const bool matches_rms : {false, true}) {
+    for (const bool nesterov : {false, true}) {
+      torch::manual_seed(3);
+      std::vector<Tensor> params{torch::randn({8, 20}), torch::randn({20, 8}),
+                                 torch::randn({3, 6, 4})};
+      std::vector<Tensor> values, buffers;
+      for (Tensor& param : params) {
+        values.push_back(param.clone());
+        buffers.push_back(torch::zeros_like(param));
+        param.requires_grad_();
+      }
+      Muon optimizer(params, MuonOptions(0.1).nesterov(nesterov).match_rms_adamw(matches_rms));
+      for (int step = 0; step < 3; ++step) {
+        for (size_t i = 0; i < params.size(); ++i) {
+          const Tensor grad = torch::randn(params[i].sizes());
+          params[i].mutable_grad() = grad;
+          buffers[i].lerp_(grad, 0.05);
+          const Tensor update = nesterov ? grad.lerp(buffers[i], 0.95) : buffers[i];
+          const bool stacked = update.dim() == 3;
+          for (int64_t k = 0; k < (stacked ? update.size(0) : 1); ++k) {
+            Tensor value = stacked ? values[i][k] : values[i];
+            const auto m = static_cast<double>(value.size(0)),
+                       n = static_cast<double>(value.size(1));
+            const double rate =
+                matches_rms ? 0.2 * std::sqrt(std::max(m, n)) : std::sqrt(std::max(1.0, m / n));
+            value.mul_(1 - 0.1 * 0.1);
+            value.sub_(0.1 * rate *
+                       expected_direction(stacked ? update[k] : update).to(torch::kFloat));
+          }
+        }
+        optimizer.step();
+        for (size_t i = 0; i < params.size(); ++i)
+          EXPECT_TRUE(torch::allclose(params[i], values[i], 1e-6, 1e-6)) << i;
+      }
+    }
+  }
+}
+
+// Singular values of the direction are near 1, so that its norm is near sqrt(min(m, n)).
+TEST(Muon, MakesDirectionsNearlyOrthogonal) {
+  torch::manual_seed(5);
+  Tensor param = torch::zeros({64, 96}).requires_grad_();
+  Muon optimizer({param}, MuonOptions(1.0).weight_decay(0));
+  param.mutable_grad() = torch::randn({64, 96}) * 1e-3;
+  optimizer.step();
+  const Tensor values = torch::linalg_svdvals(param.detach(), std::nullopt);
+  EXPECT_GT(values.min().item<double>(), 0.3);
+  EXPECT_LT(values.max().item<double>(), 1.5);
+}
+
+TEST(Muon, RefusesWhatItCantStep) {
+  const auto parameter = [](at::IntArrayRef sizes, torch::Dtype dtype = torch::kFloat) {
+    return torch::ones(sizes, dtype).requires_grad_();
+  };
+  expect_error([&] { Muon({parameter({7})}); },
+               {"Muon only supports 2D parameters", "[7]", "adamw"});
+  expect_error([&] { Muon({parameter({2, 2, 2, 2})}); }, {"2D parameters", "[2, 2, 2, 2]"});
+  expect_error([&] { Muon({parameter({2, 2}, torch::kComplexFloat)}); }, {"complex"});
+  expect_error([&] { Muon({parameter({2, 2})}, MuonOptions(-1)); }, {"[Muon] lr", "-1"});
+  expect_error(
+      [&] {
+        Muon({parameter({2, 2})}, MuonOptions().ns_steps(100));
+      },
+      {"ns_steps", "100"});
+  expect_error(
+      [&] {
+        Muon({parameter({2, 2})}, MuonOptions().betas({1, 0}));
+      },
+      {"betas", "[0, 1)"});
+  Muon({parameter({7})}, MuonOptions().adamw(true));
+}
+
+TEST(MuonPlan, MustLeaveMatricesWhole) {
+  run_world(2, [](World& world) {
+    for (const bool rows : {false, true}) {
+      const auto net = muon_run().make_net();
+      ShardPlan plan{.process_group = world.process_group()};
+      if (rows) plan.cuts = {{"*", Cut::kRows}};
+      auto sharded = fully_shard(net, plan);
+      const auto inner = muon_run().make_optimizer(*net);
+      expect_error([&] { ShardedOptimizer(sharded, *inner); },
+                   {"must be elementwise", "is cut", "Muon", "plan.cuts"});
+    }
+  });
+}
+
+}  // namespace tessera::testing::muon_test
