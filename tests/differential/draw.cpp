@@ -92,7 +92,7 @@ void draw_optimizers(Random& random, Program& program) {
   for (int i = 0; i < count; ++i) {
     Optimizer optimizer;
     optimizer.kind = random.one_of<const char*>(
-        {"SGD", "SGD", "Adam", "AdamW", "CPUAdam", "Adagrad", "RMSprop", "Lion"});
+        {"SGD", "SGD", "Adam", "AdamW", "CPUAdam", "Adagrad", "RMSprop", "Lion", "Muon"});
     optimizer.lr = random.one_of({0.125, 0.01, 0.001});
     optimizer.decay = random.one_of({0.0, 0.0, 0.1});
     const bool is_adam = optimizer.kind.find("Adam") != std::string::npos;
@@ -104,13 +104,15 @@ void draw_optimizers(Random& random, Program& program) {
     optimizer.groups = random.once_in(4) ? 2 : 1;
     optimizer.reversed = random.once_in(4);
     optimizer.schedule = random.once_in(4);
-    const bool has_kernel =
-        optimizer.kind != "CPUAdam" && optimizer.kind != "RMSprop" && optimizer.kind != "Lion";
+    const bool has_kernel = optimizer.kind != "CPUAdam" && optimizer.kind != "RMSprop" &&
+                            optimizer.kind != "Lion" && optimizer.kind != "Muon";
     optimizer.fused = has_kernel && !has_masters(program) && random.once_in(3);
     optimizer.declared = !random.once_in(6);
     if (random.once_in(60)) optimizer = {.kind = "LBFGS"};
     program.optimizers.push_back(optimizer);
   }
+  if (std::ranges::find(program.optimizers, "Muon", &Optimizer::kind) != program.optimizers.end())
+    program.plan.cuts.insert(program.plan.cuts.begin(), {"*", Cut::kWhole, 1, 2});
 }
 
 // Puts an unusual operation after each usual one, once in a while.
@@ -252,7 +254,7 @@ void draw_worlds(Random& random, Program& program) {
   program.simulated = random.once_in(12) && !may_wait && !joins_sent &&
                       std::ranges::none_of(program.layers, is_on_host) &&
                       std::ranges::none_of(program.optimizers, [](const Optimizer& own) {
-                        return own.fused || own.kind == "CPUAdam";
+                        return own.fused || own.kind == "CPUAdam" || own.kind == "Muon";
                       });
   program.processes = random.once_in(16) && !program.simulated;
   if (random.once_in(6)) program.reload_ranks = random.between(1, 4);

@@ -91,10 +91,29 @@ void PlainTraining::check_accepted() const {
       throw Refused(gathers ? "can't sum tensors of dtype" : "[fully_shard]");  // one of two
   }
   if (!gathers) throw Refused("is for elements of float and bfloat16");
-  for (const Optimizer& optimizer : program_.optimizers) {
+  for (const CutRule& rule : plan.cuts) {
+    bool fits = false;
+    for (size_t i = 0; i < main_.size(); ++i)
+      fits |= !program_.is_ignored(i) && params_[0][i].dim() >= rule.min_dim;
+    if (!fits) throw Refused("fits no parameter");
+  }
+  std::vector<bool> is_whole;
+  for (size_t i = 0; i < main_.size(); ++i) {
+    const Tensor& param = params_[0][i];
+    const auto rule = std::ranges::find_if(
+        plan.cuts, [&](const CutRule& cut) { return cut.min_dim <= param.dim(); });
+    const bool has_rule = rule != plan.cuts.end();
+    is_whole.push_back(has_rule ? rule->cut == Cut::kWhole
+                                : plan.partition == Partition::kWholeParam);
+    if (has_rule && rule->cut == Cut::kRows && !param.is_contiguous() && !program_.is_ignored(i))
+      throw Refused("don't lie one after another in memory");
+  }
+  for (size_t index = 0; index < program_.optimizers.size(); ++index) {
+    const Optimizer& optimizer = program_.optimizers[index];
     if (optimizer.kind == "LBFGS") throw Refused("must be elementwise; got LBFGS");
-    if (optimizer.kind == "Lion" && !optimizer.declared && plan.partition != Partition::kWholeParam)
-      throw Refused("declare that: elementwise = true");
+    if (optimizer.kind != "Lion" || optimizer.declared) continue;
+    for (const size_t i : parameters_of(program_, index, main_.size()))
+      if (!is_whole[i]) throw Refused("declare that: elementwise = true");
   }
 }
 

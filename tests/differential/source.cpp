@@ -116,6 +116,17 @@ class Source {
           i);
   }
 
+  void add_muon_groups(size_t i) {
+    const auto options = fmt::format("std::make_unique<tessera::MuonOptions>(muon{})", i);
+    line("    std::vector<optim::OptimizerParamGroup> groups{};", i);
+    line("    groups{}.emplace_back(std::vector<Tensor>(), {});", i, options);
+    line("    muon{}.adamw(true).betas({{0.9, {}}});", i, program_.optimizers[i].beta2);
+    line("    groups{}.emplace_back(std::vector<Tensor>(), {});", i, options);
+    line("    for (const Tensor& param : own{}) {{", i);
+    line("      const bool is_matrix = param.dim() == 2 || param.dim() == 3;");
+    line("      groups{}[is_matrix ? 0 : 1].params().push_back(param);\n    }}", i);
+  }
+
   void add_optimizer(size_t i) {
     const Optimizer& own = program_.optimizers[i];
     const bool is_adam = own.kind == "Adam" || own.kind == "AdamW";
@@ -135,19 +146,27 @@ class Source {
       options += fmt::format(".betas({{{}, {}}}).adamw_mode({})", own.momentum, own.beta2,
                              literal(own.flag));
     if (own.kind == "LBFGS") options = fmt::format("({})", own.lr);
-    const std::string scope = own.kind == "CPUAdam" ? "tessera" : "optim";
+    const bool is_muon = own.kind == "Muon";
+    if (is_muon)
+      options += fmt::format(".momentum({}).nesterov({})", own.momentum, literal(own.flag));
+    const std::string scope = own.kind == "CPUAdam" || is_muon ? "tessera" : "optim";
     const std::string type = own.kind == "Lion" ? "Lion" : scope + "::" + own.kind;
     line("    std::vector<Tensor> own{};", i);
     line("    for (size_t i = {}; i < params.size(); i += {})", i, program_.optimizers.size());
     line("      {}own{}.push_back(params[i]);", program_.ignored ? "if (i % 5 != 3) " : "", i);
     if (own.reversed) line("    std::ranges::reverse(own{});", i);
-    line("    std::vector<optim::OptimizerParamGroup> groups{}({}, std::vector<Tensor>());", i,
-         own.groups);
-    line("    for (size_t i = 0; i < own{}.size(); ++i)", i);
-    line("      groups{0}[i % {1}].params().push_back(own{0}[i]);", i, own.groups);
+    if (is_muon) {
+      line("    auto muon{} = tessera::MuonOptions{};", i, options);
+      add_muon_groups(i);
+    } else {
+      line("    std::vector<optim::OptimizerParamGroup> groups{}({}, std::vector<Tensor>());", i,
+           own.groups);
+      line("    for (size_t i = 0; i < own{}.size(); ++i)", i);
+      line("      groups{0}[i % {1}].params().push_back(own{0}[i]);", i, own.groups);
+    }
     line("    {} inner{}(groups{}, {}Options{});", type, i, i,
          own.kind == "Lion" ? "optim::SGD" : type, options);
-    for (int group = 1; group < own.groups; ++group)
+    for (int group = 1; group < own.groups && !is_muon; ++group)
       line("    inner{}.param_groups()[{}].options().set_lr({});", i, group, own.lr / (1 << group));
     if (own.schedule)
       line(

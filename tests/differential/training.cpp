@@ -4,6 +4,7 @@
 #include <tessera/base/generator.h>
 #include <tessera/engine/activation_checkpoint.h>
 #include <tessera/engine/cpu_adam.h>
+#include <tessera/engine/muon.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -69,6 +70,20 @@ std::unique_ptr<optim::Optimizer> make_groups(const Optimizer& spec, const Optio
     lr /= 2;
   }
   return std::make_unique<Made>(std::move(groups), options);
+}
+
+std::unique_ptr<optim::Optimizer> make_muon(const Optimizer& spec,
+                                            const std::vector<Tensor>& parameters) {
+  const auto options =
+      MuonOptions(spec.lr).momentum(spec.momentum).nesterov(spec.flag).weight_decay(spec.decay);
+  std::vector<Tensor> matrices, others;
+  for (const Tensor& param : parameters)
+    (param.dim() == 2 || param.dim() == 3 ? matrices : others).push_back(param);
+  std::vector<optim::OptimizerParamGroup> groups;
+  groups.emplace_back(matrices, std::make_unique<MuonOptions>(options));
+  groups.emplace_back(others, std::make_unique<MuonOptions>(
+                                  MuonOptions(options).adamw(true).betas({0.9, spec.beta2})));
+  return std::make_unique<Muon>(groups, options);
 }
 
 }  // namespace
@@ -155,6 +170,7 @@ std::unique_ptr<optim::Optimizer> make_optimizer(const Optimizer& spec,
     return make_groups<CPUAdam>(
         spec, CPUAdamOptions(lr).betas(betas).eps(eps).weight_decay(decay).adamw_mode(flag),
         parameters);
+  if (kind == "Muon") return make_muon(spec, parameters);
   if (kind == "Adagrad")
     return make_groups<optim::Adagrad>(
         spec, optim::AdagradOptions(lr).lr_decay(momentum).weight_decay(decay).eps(eps),

@@ -14,8 +14,7 @@
 #include <utility>
 
 #include "engine/optim/cpu_adam_step.h"
-#include "engine/unit/name_pattern.h"
-#include "engine/unit/note_write.h"
+#include "engine/unit/placement.h"
 
 namespace tessera {
 namespace {

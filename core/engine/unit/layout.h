@@ -64,7 +64,7 @@ struct GradChunk {
   bool is_single() const { return end_slot - first_slot == 1; }
 };
 
-/// The flat layout of a unit. See [Note: Flat layout] in layout.cpp.
+/// The flat layout of a unit. See [Note: Flat layout] in placement.cpp.
 struct UnitLayout {
   std::string name;
   ShardLevel level = ShardLevel::kParameters;

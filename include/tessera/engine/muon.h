@@ -24,7 +24,7 @@ struct TESSERA_API MuonOptions : torch::optim::OptimizerCloneableOptions<MuonOpt
   TORCH_ARG(double, weight_decay) = 0.1;  ///< decoupled, as in AdamW
   TORCH_ARG(double, momentum) = 0.95;
   TORCH_ARG(bool, nesterov) = true;
-  /// Of the polynomial that a Newton-Schulz step applies to the singular values.
+  /// The polynomial that a Newton-Schulz step applies to the singular values: a x + b x^3 + c x^5.
   TORCH_ARG(coefficients_t, ns_coefficients) = std::make_tuple(3.4445, -4.7750, 2.0315);
   TORCH_ARG(double, eps) = 1e-7;  ///< the least norm by which an update is divided
   TORCH_ARG(int64_t, ns_steps) = 5;
