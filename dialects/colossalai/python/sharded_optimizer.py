@@ -16,9 +16,9 @@ class ShardedOptimizerV2(ShardedOptimizer):
 
     Arguments are ColossalAI's. `initial_scale`: ColossalAI's 2**32 costs 17 skipped steps. `cpu_offload`: states that master
     weights and optimizer state are in host memory, which the model's `tensor_placement_policy` decides.
-    `gpu_margin_mem_ratio`, with it: the fraction of the part of the model's `memory_budget` that the first step leaves free,
-    which is then filled with master weights and optimizer state. `mp_process_group`: ranks that hold other parts of the
-    model: if gradients overflow on one, all skip the step. `fused`: see `ShardedOptimizer`.
+    `gpu_margin_mem_ratio`, of an offloaded model: the fraction of the part of its `memory_budget` that the first step leaves
+    free, which is then filled with master weights and optimizer state. `mp_process_group`: ranks that hold other parts of
+    the model: if gradients overflow on one, all skip the step. `fused`: see `ShardedOptimizer`.
 
     All functions are collective. Raises `ValueError` for invalid options, and `RuntimeError` for `cpu_offload` with a model
     that is not offloaded.

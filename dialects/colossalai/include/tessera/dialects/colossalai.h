@@ -256,7 +256,7 @@ struct ShardedOptimizerV2Options {
   /// States that master weights and optimizer state are in host memory. The model's
   /// `tensor_placement_policy` decides where they are; the constructor throws if that is not "cpu".
   bool cpu_offload = false;
-  /// With `cpu_offload`: fraction, from 0 to 1, of the part of the model's `memory_budget` that the
+  /// With an offloaded model: fraction, from 0 to 1, of the part of its `memory_budget` that the
   /// first step leaves free. It is then filled with master weights and optimizer state,
   /// permanently. The model must have `use_memory_tracer`. The optimizer's class must be one whose
   /// state is known, such as `CPUAdam` or LibTorch's.
