@@ -24,6 +24,7 @@ REFUSED = {torch.optim.LBFGS: "LBFGS", torch.optim.SparseAdam: "SparseAdam"}
 MORE = {torch.optim.SGD: [{"momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "dampening": 0.5}], torch.optim.Adam: [{"amsgrad": True}],
         torch.optim.RMSprop: [{"centered": True, "momentum": 0.5}], torch.optim.NAdam: [{"decoupled_weight_decay": True}],
         torch.optim.RAdam: [{"decoupled_weight_decay": True}]}
+PLANS = ({}, {"partition": "whole_param"}, {"cuts": [("*", "whole", 1, 2), ("norm.*", "whole"), ("*bias", "elements", 8)]})
 
 
 def _make(kind, net, options):
@@ -57,15 +58,17 @@ def _trained(kind):
     results = []
     for options in ({}, *MORE.get(kind, [])):
         for level in LEVELS:
-            for partition in ("flat_even", "whole_param"):
-                if partition == "flat_even" and kind in WHOLE:
+            for plan in PLANS:
+                if kind is torch.optim.Adafactor and "cuts" in plan:
+                    plan = {"cuts": [("*", "whole")]}
+                if not plan and kind in WHOLE:
                     continue
                 net = make_net()
-                sharded = tessera.fully_shard(net, level=level, partition=partition)
+                sharded = tessera.fully_shard(net, level=level, **plan)
                 optimizer = tessera.ShardedOptimizer(sharded, _make(kind, net, options), fused=False)
                 for step in range(3):
                     _step(sharded, optimizer, _own_rows, step)
-                results.append((options, (level, partition), sharded.full_state(), _state(optimizer)))
+                results.append((options, (level, plan), sharded.full_state(), _state(optimizer)))
     return results
 
 

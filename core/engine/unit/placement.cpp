@@ -52,10 +52,13 @@ int64_t row_numel(const ParamSlot& param) {
 }
 
 void check_rows(const ParamSlot& param) {
-  TORCH_CHECK_VALUE(
-      at::IntArrayRef(param.strides) == at::IntArrayRef(c10::contiguous_strides(param.sizes)),
-      "[fully_shard] plan.cuts: rows of '", param.name(), "' with strides ",
-      at::IntArrayRef(param.strides), " don't lie one after another in memory");
+  bool follow = true;  // one another in memory
+  const auto expected = c10::contiguous_strides(param.sizes);
+  for (size_t dim = 0; dim < param.sizes.size(); ++dim)
+    follow &= param.sizes[dim] == 1 || param.strides[dim] == expected[dim];
+  TORCH_CHECK_VALUE(follow || param.numel == 0, "[fully_shard] plan.cuts: rows of '", param.name(),
+                    "' with strides ", at::IntArrayRef(param.strides),
+                    " don't lie one after another in memory");
 }
 
 // Sets where a parameter may be cut.

@@ -370,6 +370,9 @@ TEST(Cuts, RulesThatCantBeHonouredAreRefused) {
   expect_refused({.cuts = {{"b", Cut::kElements, 9}}}, {"'b'", "at most its 6 elements", "got 9"});
   expect_refused({.owners = {{"w", 0}}}, {"plan.owners", "'w'", "Cut::kWhole"});
   expect_refused({.cuts = {{"w", Cut::kWhole}}, .owners = {{"w", 2}}}, {"ranks from 0 to 1"});
+  Model column({{"w", {6, 1}}});
+  column.tensors[0].tensor = torch::zeros({1, 6}).t().detach().requires_grad_();
+  EXPECT_EQ(column.lay_out({.cuts = {{"w", Cut::kRows}}}, 2).size(), 1U);
   Model columns({{"w", {6, 4}}});
   columns.tensors[0].tensor = torch::zeros({4, 6}).t().detach().requires_grad_();
   expect_error(
