@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <exception>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 
@@ -35,6 +36,16 @@ class Waiting {
   std::optional<py::gil_scoped_release> unlocked_;
 };
 using Waits = py::call_guard<Waiting>;
+
+/// Returns the owner of an object that waits, in its destructor, for threads: they may be releasing
+/// tensors of Python, for which they need the interpreter's lock.
+template <class T>
+std::shared_ptr<T> destroyed_unlocked(T* object) {
+  return {object, [](T* it) {
+            const py::gil_scoped_release unlocked;
+            delete it;
+          }};
+}
 
 /// By the names of the fields.
 std::map<std::string, int64_t> to_dict(const ShardMemory& memory);

@@ -97,11 +97,11 @@ void bind_checkpoint(py::module_& module) {
         return best_checkpoint(directory, {number, highest});
       },
       Waits());
-  py::class_<AsyncCheckpointer>(module, "AsyncCheckpointer")
+  py::class_<AsyncCheckpointer, std::shared_ptr<AsyncCheckpointer>>(module, "AsyncCheckpointer")
       .def(py::init([](bool refuse_when_busy, double bytes_per_second) {
-        return std::make_unique<AsyncCheckpointer>(AsyncCheckpointOptions{
-            .when_busy = refuse_when_busy ? WhenBusy::kRefuse : WhenBusy::kWait,
-            .bytes_per_second = bytes_per_second});
+        return destroyed_unlocked(new AsyncCheckpointer(
+            {.when_busy = refuse_when_busy ? WhenBusy::kRefuse : WhenBusy::kWait,
+             .bytes_per_second = bytes_per_second}));
       }))
       .def("save", &save_async, Waits())
       .def("wait", &AsyncCheckpointer::wait, Waits())

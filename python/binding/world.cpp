@@ -43,13 +43,14 @@ WorldOptions options_of(std::optional<double> timeout, const std::string& backen
 
 std::shared_ptr<World> join(std::optional<double> timeout, const std::string& backend,
                             const std::string& transport) {
-  return std::make_shared<World>(init(options_of(timeout, backend, transport)));
+  return destroyed_unlocked(new World(init(options_of(timeout, backend, transport))));
 }
 
 std::shared_ptr<World> join_store(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                   std::optional<double> timeout, const std::string& backend,
                                   const std::string& transport) {
-  return std::make_shared<World>(init(store, rank, size, options_of(timeout, backend, transport)));
+  return destroyed_unlocked(
+      new World(init(store, rank, size, options_of(timeout, backend, transport))));
 }
 
 }  // namespace
