@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "comm/group/collective_name.h"
+#include "comm/group/interruption.h"
 
 namespace tessera {
 namespace {
@@ -141,6 +142,7 @@ CheckpointIndex CheckpointWriter::collect_parts(const std::string& model,
                 " has not finished its files in '", draft().string(),
                 "', and nothing was written for ", std::chrono::duration<double>(timeout).count(),
                 " s");
+    raise_interruption();
     std::this_thread::sleep_for(pause);
     pause = std::min(2 * pause, std::chrono::milliseconds(100));
   }

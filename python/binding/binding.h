@@ -47,6 +47,9 @@ std::shared_ptr<T> destroyed_unlocked(T* object) {
           }};
 }
 
+/// Lets SIGINT end a wait of the main thread for other ranks by the exception of Python's handler.
+void end_waits_at_interrupts();
+
 /// By the names of the fields.
 std::map<std::string, int64_t> to_dict(const ShardMemory& memory);
 

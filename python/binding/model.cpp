@@ -44,12 +44,6 @@ void bind_scope(py::module_& module, const char* name) {
       .def("__exit__", &ScopeClass::exit);
 }
 
-// Python's own `None` for an undefined tensor.
-std::optional<at::Tensor> defined(at::Tensor tensor) {
-  if (!tensor.defined()) return std::nullopt;
-  return tensor;
-}
-
 ShardedModule shard(const NamedTensors& parameters, const NamedTensors& buffers,
                     const py::dict& arguments) {
   const ShardPlan plan = plan_of(arguments);
@@ -86,18 +80,9 @@ void bind_model(py::module_& module) {
       .def("begin_forward", &ShardedModule::begin_forward, Waits())
       .def("sync_buffers", &ShardedModule::sync_buffers, py::arg("blocking") = true, Waits())
       .def("reduce", &ShardedModule::reduce, Waits())
-      .def(
-          "full_grad",
-          [](ShardedModule& model, const at::Tensor& param) {
-            return defined(model.full_grad(param));
-          },
-          Waits())
-      .def(
-          "local_grad",
-          [](ShardedModule& model, const at::Tensor& param) {
-            return defined(model.local_grad(param));
-          },
-          Waits())
+      // An undefined tensor is None.
+      .def("full_grad", py::overload_cast<const at::Tensor&>(&ShardedModule::full_grad), Waits())
+      .def("local_grad", py::overload_cast<const at::Tensor&>(&ShardedModule::local_grad), Waits())
       .def("has_grad", &ShardedModule::has_grad, Waits())
       .def("has_reduced_grad", &ShardedModule::has_reduced_grad, Waits())
       .def("full_value", &ShardedModule::full_value, Waits())

@@ -93,6 +93,7 @@ void bind_world(py::module_& module) {
   module.def("join", &join, py::arg("timeout"), py::arg("backend"), py::arg("transport"), Waits());
   module.def("join_store", &join_store, py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("timeout"), py::arg("backend"), py::arg("transport"), Waits());
+  module.def("end_waits_at_interrupts", &end_waits_at_interrupts);
   module.def("single_group", &single_process_group);
   module.def("use_page_heap", &use_page_heap);
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import socket
 import sys
 import threading
@@ -39,6 +40,7 @@ def init(*, timeout: float | None = None, backend: str = "", transport: str = "a
     anew since.
     """
     global _world, _joined
+    _end_waits_at_interrupts()
     with _lock:
         if _world is not None and not _is_outdated():
             return
@@ -50,6 +52,12 @@ def init(*, timeout: float | None = None, backend: str = "", transport: str = "a
             _joined = weakref.ref(dist.group.WORLD)
         else:
             _world = _C.join(timeout, backend, transport)
+
+
+def _end_waits_at_interrupts() -> None:
+    # Another handler may return, and the wait could not go on.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        _C.end_waits_at_interrupts()
 
 
 def _is_outdated() -> bool:
@@ -122,6 +130,7 @@ def new_group(ranks: Sequence[int]) -> ProcessGroup | None:
 def resolve_group(group) -> ProcessGroup:
     """Returns the group for an argument: None stands for all ranks, and a group of `torch.distributed` for its ranks."""
     if group is None:
+        _end_waits_at_interrupts()
         if dist.is_available() and dist.is_initialized():
             init()
         return default_group()

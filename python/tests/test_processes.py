@@ -5,11 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -138,6 +140,74 @@ def test_interrupts_end_all_ranks(interrupted):
     for process in processes:
         _, errors = process.communicate(timeout=30)
         assert process.returncode not in (0, -signal.SIGSEGV, -signal.SIGABRT), errors
+
+
+WAITS = ("init", "forward", "backward", "step", "clip", "full_state", "save", "all_reduce")
+
+
+def _interrupt_soon():
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+def _waits_for_rank_0(where, folder):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    rank = int(os.environ["RANK"])
+    if where == "init":
+        if rank == 1:
+            _interrupt_soon()
+            with pytest.raises(KeyboardInterrupt):
+                tessera.init()
+        return
+    tessera.init()
+    net = make_net()
+    sharded = tessera.fully_shard(net)
+    clips = 1.0 if where == "step" else 0.0
+    optimizer = tessera.ShardedOptimizer(sharded, torch.optim.AdamW(net.parameters()), max_grad_norm=clips)
+    if where not in ("full_state", "all_reduce"):
+        loss = loss_of(sharded, my_rows(batch(0)))
+        if where != "backward":
+            loss.backward()
+    # A forward needs the values of rank 0's step; with shared memory, the step waits for it already.
+    calls = {"forward": lambda: (optimizer.step(), loss_of(sharded, my_rows(batch(0)))), "backward": lambda: loss.backward(),
+             "step": optimizer.step, "clip": lambda: sharded.clip_grad_norm_(1.0), "full_state": sharded.full_state,
+             "save": lambda: tessera.save_checkpoint(folder / "checkpoint", sharded, optimizer),
+             "all_reduce": lambda: tessera.world.default_group().all_reduce(torch.ones(3))}
+    if rank == 0:
+        while not all((folder / name).exists() for name in "12"):
+            time.sleep(0.05)
+        return
+    if rank == 1:
+        _interrupt_soon()
+    with pytest.raises(BaseException) as raised:
+        calls[where]()
+    if rank == 1:
+        assert raised.type is KeyboardInterrupt
+    else:
+        assert raised.type is dist.DistBackendError and "rank 1: it was interrupted" in str(raised.value)
+    (folder / str(rank)).touch()
+
+
+@pytest.mark.parametrize("transport", ["arena", "gloo"])
+@pytest.mark.parametrize("where", WAITS)
+def test_an_interrupt_ends_a_wait(ranks, where, transport, tmp_path):
+    ranks(2 if where == "init" else 3, _waits_for_rank_0, where, tmp_path, transport=transport, joins=False)
+
+
+def _has_a_handler():
+    heard = []
+    signal.signal(signal.SIGINT, lambda *_: heard.append(True))
+    tessera.init()
+    total = torch.ones(3)
+    if tessera.rank() == 1:
+        _interrupt_soon()
+    else:
+        time.sleep(1.5)
+    tessera.world.default_group().all_reduce(total)
+    assert torch.equal(total, torch.full((3,), 2.0)) and len(heard) == tessera.rank()
+
+
+def test_a_wait_goes_on_for_a_programs_own_handler(ranks):
+    ranks(2, _has_a_handler, joins=False)
 
 
 INTERACTIVE = """import os, tessera

@@ -18,6 +18,7 @@
 
 #include "base/memory/tensor_allocator.h"
 #include "comm/arena/handshake.h"
+#include "comm/group/interruption.h"
 
 namespace tessera {
 
@@ -138,8 +139,8 @@ class Arena::TaskWork final : public Work {
   TaskWork(std::shared_ptr<Arena> arena, std::shared_ptr<Task> task)
       : arena_(std::move(arena)), task_(std::move(task)) {}
 
-  void wait() override { arena_->wait(*task_, /*inputs=*/false); }
-  void wait_inputs() override { arena_->wait(*task_, /*inputs=*/true); }
+  void wait() override { interruptible(&Arena::wait, arena_, *task_, /*inputs=*/false); }
+  void wait_inputs() override { interruptible(&Arena::wait, arena_, *task_, /*inputs=*/true); }
   bool is_completed() override { return arena_->is_done(*task_); }
 
  private:
@@ -201,7 +202,7 @@ ArenaTicket Arena::take_ticket(const char* collective, const CollectiveTag& tag,
   }
   if (watch_) ticket.name.record = watch_->issued(ticket.name, form);
   for (ArenaTicket last = ticket; last.number < ticket.number + count; ++last.number)
-    wait_for_slot(last);
+    interruptible(&Arena::wait_for_slot, this, last);
   return ticket;
 }
 

@@ -9,6 +9,7 @@
 #include <optional>
 #include <utility>
 
+#include "comm/group/interruption.h"
 #include "comm/message/exchange.h"
 
 namespace tessera {
@@ -70,22 +71,8 @@ class StepwiseWork final : public Work {
     arena_->give_up();
   }
 
-  void wait() override {
-    const auto watched = begin_wait();
-    const auto works = works_of_last_step();
-    name_errors([&] {
-      for (const WorkPtr& work : works) work->wait();
-    });
-  }
-
-  void wait_inputs() override {
-    const auto watched = begin_wait();
-    const auto works = works_of_last_step();
-    name_errors([&] {
-      for (const WorkPtr& work : works) work->wait_inputs();
-      for (const WorkPtr& work : earlier_) work->wait_inputs();
-    });
-  }
+  void wait() override { wait_for_all(&Work::wait, {}); }
+  void wait_inputs() override { wait_for_all(&Work::wait_inputs, earlier_); }
 
   bool is_completed() override {
     if (mark_.is_inherited()) return false;
@@ -153,6 +140,18 @@ class StepwiseWork final : public Work {
     }
   }
 
+  // Waits for the works of the last step, then for `others`.
+  void wait_for_all(void (Work::*wait)(), const std::vector<WorkPtr>& others) {
+    interruptible([&] {
+      const auto watched = begin_wait();
+      const auto works = works_of_last_step();
+      name_errors([&] {
+        for (const WorkPtr& work : works) (work.get()->*wait)();
+        for (const WorkPtr& work : others) (work.get()->*wait)();
+      });
+    });
+  }
+
   std::shared_ptr<void> begin_wait() {
     if (!name_.watch || mark_.is_inherited()) return nullptr;
     return name_.watch->begin_wait(name_, [this](const WaitCause& cause) { abort(cause); });
@@ -218,29 +217,22 @@ class StepwiseWork final : public Work {
   std::exception_ptr error_;
 };
 
-class EndJob final : public Job {
+// Runs a part of the steps, and gives the other one to `next`.
+class StepJob final : public Job {
  public:
-  explicit EndJob(std::shared_ptr<StepwiseWork> work) : work_(std::move(work)) {}
-  void run() noexcept override { work_->run(StepwiseWork::Part::kEnd); }
-  void abort() noexcept override { work_->abort(std::nullopt); }
-
- private:
-  const std::shared_ptr<StepwiseWork> work_;
-};
-
-class BeginJob final : public Job {
- public:
-  BeginJob(std::shared_ptr<StepwiseWork> work, JobThread& end)
-      : work_(std::move(work)), end_(end) {}
+  StepJob(std::shared_ptr<StepwiseWork> work, StepwiseWork::Part part, JobThread& next)
+      : work_(std::move(work)), part_(part), next_(next) {}
   void run() noexcept override {
-    if (work_->run(StepwiseWork::Part::kBegin) && !end_.push(std::make_shared<EndJob>(work_)))
+    if (work_->run(part_) &&
+        !next_.push(std::make_shared<StepJob>(work_, StepwiseWork::Part::kEnd, next_)))
       work_->abort(std::nullopt);
   }
   void abort() noexcept override { work_->abort(std::nullopt); }
 
  private:
   const std::shared_ptr<StepwiseWork> work_;
-  JobThread& end_;
+  const StepwiseWork::Part part_;
+  JobThread& next_;
 };
 
 }  // namespace
@@ -250,9 +242,10 @@ WorkPtr run_stepwise(StepThreads& threads, CollectiveName name, std::chrono::mil
                      size_t sends) {
   auto work =
       std::make_shared<StepwiseWork>(name, timeout, std::move(arena), std::move(steps), sends);
-  TORCH_CHECK_WITH(DistBackendError,
-                   threads.begin.push(std::make_shared<BeginJob>(work, threads.end)),
-                   name.describe(), ": the process group was closed");
+  TORCH_CHECK_WITH(
+      DistBackendError,
+      threads.begin.push(std::make_shared<StepJob>(work, StepwiseWork::Part::kBegin, threads.end)),
+      name.describe(), ": the process group was closed");
   return work;
 }
 

@@ -11,6 +11,7 @@
 
 #include "base/memory/process_mark.h"
 #include "comm/group/collective_name.h"
+#include "comm/group/interruption.h"
 #include "comm/message/job_thread.h"
 #include "comm/message/mailbox.h"
 
@@ -25,8 +26,8 @@ class Exchange : public Job {
  public:
   Exchange(CollectiveName name, std::chrono::milliseconds timeout, bool runs_in_wait);
 
-  void wait_outputs() { wait_until(Step::kOutputsDone); }
-  void wait_inputs() { wait_until(Step::kInputsDone); }
+  void wait_outputs() { interruptible(&Exchange::wait_until, this, Step::kOutputsDone); }
+  void wait_inputs() { interruptible(&Exchange::wait_until, this, Step::kInputsDone); }
   bool outputs_done();
   bool inputs_done();
   /// True in a forked child, where no thread finishes steps that were not done before the fork.

@@ -19,6 +19,7 @@
 #include "comm/group/capability.h"
 #include "comm/group/collective_name.h"
 #include "comm/group/environment.h"
+#include "comm/group/interruption.h"
 #include "comm/group/registered_backends.h"
 #include "comm/start/arrival.h"
 #include "comm/start/host_identity.h"
@@ -270,7 +271,7 @@ class Gathering {
 }  // namespace
 
 Connection connect(const Meeting& meeting, const std::string& function, const std::string& call) {
-  return Gathering(meeting, function, call).connect();
+  return interruptible([&] { return Gathering(meeting, function, call).connect(); });
 }
 
 }  // namespace tessera

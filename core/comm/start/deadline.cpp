@@ -1,11 +1,14 @@
 #include "comm/start/deadline.h"
 
 #include <ATen/ThreadLocalState.h>
+#include <unistd.h>
 
 #include <condition_variable>
 #include <exception>
 #include <mutex>
 #include <thread>
+
+#include "comm/group/interruption.h"
 
 namespace tessera {
 namespace {
@@ -39,6 +42,7 @@ class TimedCall {
       if (changed_.wait_for(lock, std::min(deadline.left(), kBetweenCalls), [&] { return ended_; }))
         break;
       lock.unlock();
+      TORCH_CHECK_WITH(DistBackendError, !is_interrupted(::gettid()), "it was interrupted");
       meanwhile();
       lock.lock();
     }

@@ -15,6 +15,7 @@
 
 #include "base/memory/process_mark.h"
 #include "comm/group/environment.h"
+#include "comm/group/interruption.h"
 #include "comm/group/registered_backends.h"
 #include "comm/start/connect.h"
 #include "comm/start/deadline.h"
@@ -231,7 +232,7 @@ World init(const WorldOptions& options) {
   if (info.size == 1)
     return World(std::move(info), c10::make_intrusive<c10d::HashStore>(), single_process_group());
   auto environment_rank = take_environment_rank(info);
-  auto store = rendezvous_store(info, settings.deadline);
+  auto store = interruptible(&rendezvous_store, info, settings.deadline);
   World world = join(std::move(info), std::move(store), settings, /*launched=*/true);
   default_process_groups()->keep(std::move(environment_rank));
   return world;

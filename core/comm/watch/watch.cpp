@@ -14,6 +14,7 @@
 
 #include "comm/group/collective_form.h"
 #include "comm/group/collective_name.h"
+#include "comm/group/interruption.h"
 #include "comm/watch/last_words.h"
 
 namespace tessera {
@@ -29,10 +30,7 @@ namespace tessera {
 // issued another collective at this position, or left, or is behind; after `report_after` the rank
 // prints them. Ranks that wait for each other in a cycle, and can issue nothing meanwhile, get an
 // error. A rank whose wait fails, or that leaves, tells all others why, so that they name the cause
-// and not the first rank that closed its connections.
-//
-// The answers decide nothing that goes well: without UDP between the hosts the ranks wait for the
-// timeout, as if they had no watch.
+// and not the first rank that closed its connections. The answers decide nothing that goes well.
 namespace {
 
 constexpr auto kPeriod = std::chrono::milliseconds(250);
@@ -53,11 +51,6 @@ bool thread_exists(pid_t id) {
 
 double seconds(std::chrono::steady_clock::duration duration) {
   return std::chrono::duration<double>(duration).count();
-}
-
-std::string new_token() {
-  std::random_device random;
-  return fmt::format("{:08x}{:08x}{:08x}", random(), random(), random());
 }
 
 std::string subject_of(const std::string& collective, int64_t number, const std::string& subject) {
@@ -182,7 +175,10 @@ class Watch::Group : public CollectiveWatch {
 };
 
 std::string Watch::endpoint_of(const Datagrams* socket) {
-  return socket ? socket->endpoint() + " " + new_token() : "";
+  std::random_device random;
+  return socket ? fmt::format("{} {:08x}{:08x}{:08x}", socket->endpoint(), random(), random(),
+                              random())
+                : "";
 }
 
 std::shared_ptr<Watch> Watch::start(std::unique_ptr<Datagrams> socket, int rank,
@@ -226,11 +222,6 @@ std::shared_ptr<CollectiveWatch> Watch::group(std::string label, std::vector<int
     groups_[std::move(label)] = state;
   }
   return std::make_shared<Group>(shared_from_this(), state);
-}
-
-std::shared_ptr<Watch::GroupState> Watch::state_of(const std::string& label) const {
-  const auto found = groups_.find(label);
-  return found == groups_.end() ? nullptr : found->second.lock();
 }
 
 void Watch::run() {
@@ -301,7 +292,8 @@ void Watch::answer(int to, const Question& question) {
     const std::lock_guard lock(mutex_);
     answer.view = own_view_locked();
     for (const CollectiveId& id : question.ids) {
-      const auto state = state_of(id.group);
+      const auto found = groups_.find(id.group);
+      const auto state = found == groups_.end() ? nullptr : found->second.lock();
       if (!state || id.channel < 0 || id.channel >= static_cast<int>(state->issued.size()))
         continue;
       IssuedAnswer& one = answer.issued.emplace_back();
@@ -429,6 +421,8 @@ void Watch::judge(const std::shared_ptr<Wait>& wait, std::vector<std::function<v
       if (wait->abort) wait->abort(cause);
     });
   };
+  if (is_interrupted(wait->thread))
+    return abort({rank_, fmt::format("rank {}: it was interrupted", rank_)});
   for (const int rank : wait->group->ranks) {
     if (rank == rank_) continue;
     if (const auto cause = cause_for(*wait, rank)) return abort(*cause);

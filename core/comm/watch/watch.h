@@ -86,7 +86,6 @@ class Watch : public std::enable_shared_from_this<Watch> {
   bool is_blocked_locked() const;
   WaitView view_of_locked(const Wait& wait) const;
   std::vector<int> lacking_locked(const Wait& wait) const;
-  std::shared_ptr<GroupState> state_of(const std::string& label) const;
   void write_flight_file(const std::string& reason, int culprit) noexcept;
 
   const ProcessMark mark_;

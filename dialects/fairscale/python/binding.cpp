@@ -59,12 +59,6 @@ double clip_oss(Oss& oss, double max_norm, double norm_type, const py::object& f
   return oss.clip_grad_norm(max_norm, norm_type, accepts);
 }
 
-std::optional<at::Tensor> gradient(Oss& oss, const at::Tensor& param) {
-  at::Tensor gradient = oss.gradient(param);
-  if (!gradient.defined()) return std::nullopt;
-  return gradient;
-}
-
 // Waits until the parameters are whole on this rank. Collective.
 void gather(Oss& oss) {
   oss.with_sharded([](ShardedOptimizer& sharded) {
@@ -137,7 +131,7 @@ void bind_fairscale(py::module_& module) {
              oss.load_state_dict(dict);
            })
       .def("partition_parameters", &Oss::partition_parameters)
-      .def("gradient", &gradient, Waits())
+      .def("gradient", &Oss::gradient, Waits())
       .def("unwrap", &Oss::unwrap, Waits());
 
   py::class_<Ddp, std::shared_ptr<Ddp>>(module, "ShardedDataParallel")

@@ -138,4 +138,13 @@ class TESSERA_API World {
 /// unknown.
 TESSERA_API ProcessGroupPtr default_process_group();
 
+/// Ends a wait of the process's first thread for other ranks within half a second, and their errors
+/// name this rank. The wait throws what the function of `on_interruption()` throws, or else
+/// `c10::DistBackendError`. Async-signal-safe: for handlers of signals.
+TESSERA_API void interrupt_waits() noexcept;
+
+/// Sets a function that the first thread calls when `interrupt_waits()` has ended its wait, and
+/// before its next wait if it was in none. The function may throw.
+TESSERA_API void on_interruption(void (*raise)());
+
 }  // namespace tessera
