@@ -26,7 +26,7 @@ CAPS = {
     "benchmarks/link_report.cpp: link_report": 44,
     "core/comm/arena/hosted_process_group.cpp: start": 47,
     "core/comm/arena/stepwise_work.cpp: class StepwiseWork": 16,
-    "core/comm/watch/watch.cpp": 645,
+    "core/comm/watch/watch.cpp": 639,
     "core/comm/watch/watch.cpp: Watch::leave": 54,
     "core/comm/watch/watch.h: class Watch": 19,
     "core/engine/model/check_plan.cpp: check_plan": 47,
