@@ -76,21 +76,6 @@ void PlainTraining::check_accepted() const {
   if (narrow_ && program_.shard_size > 0) throw Refused("can't go with replicate_group");
   if (narrow_ && plan.precision.error_feedback && plan.bucket_bytes > 0)
     throw Refused("can't go with bucket_bytes");
-  const auto has_blocks = [](at::ScalarType dtype) {
-    return dtype == at::kFloat || dtype == at::kBFloat16;
-  };
-  bool gathers = true;  // in the dtype of the plan
-  for (size_t i = 0; i < main_.size(); ++i)
-    if (narrow_gathers(program_) && is_trained_[i]) gathers &= has_blocks(used_dtype(made_[i]));
-  for (size_t i = 0; i < main_.size(); ++i) {
-    if (narrow_ && !program_.is_ignored(i) &&
-        !(has_blocks(used_dtype(made_[i])) && has_blocks(main_dtype(i))))
-      throw Refused("is for elements of float and bfloat16");
-    if (program_.is_ignored(i) || (!params_[0][i].requires_grad() && !sent)) continue;
-    if (!can_sum(i))
-      throw Refused(gathers ? "can't sum tensors of dtype" : "[fully_shard]");  // one of two
-  }
-  if (!gathers) throw Refused("is for elements of float and bfloat16");
   for (const CutRule& rule : plan.cuts) {
     bool fits = false;
     for (size_t i = 0; i < main_.size(); ++i)
@@ -108,6 +93,21 @@ void PlainTraining::check_accepted() const {
     if (has_rule && rule->cut == Cut::kRows && !param.is_contiguous() && !program_.is_ignored(i))
       throw Refused("don't lie one after another in memory");
   }
+  const auto has_blocks = [](at::ScalarType dtype) {
+    return dtype == at::kFloat || dtype == at::kBFloat16;
+  };
+  bool gathers = true;  // in the dtype of the plan
+  for (size_t i = 0; i < main_.size(); ++i)
+    if (narrow_gathers(program_) && is_trained_[i]) gathers &= has_blocks(used_dtype(made_[i]));
+  for (size_t i = 0; i < main_.size(); ++i) {
+    if (narrow_ && !program_.is_ignored(i) &&
+        !(has_blocks(used_dtype(made_[i])) && has_blocks(main_dtype(i))))
+      throw Refused("is for elements of float and bfloat16");
+    if (program_.is_ignored(i) || (!params_[0][i].requires_grad() && !sent)) continue;
+    if (!can_sum(i))
+      throw Refused(gathers ? "can't sum tensors of dtype" : "[fully_shard]");  // one of two
+  }
+  if (!gathers) throw Refused("is for elements of float and bfloat16");
   for (size_t index = 0; index < program_.optimizers.size(); ++index) {
     const Optimizer& optimizer = program_.optimizers[index];
     if (optimizer.kind == "LBFGS") throw Refused("must be elementwise; got LBFGS");
