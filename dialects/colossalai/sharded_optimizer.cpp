@@ -43,8 +43,8 @@ void check_options(const detail::ModelState& model, const ShardedOptimizerV2Opti
                     "[ShardedOptimizerV2] gpu_margin_mem_ratio must be between 0 and 1; got ",
                     ratio);
   TORCH_CHECK_VALUE(ratio == 0 || plan.offload != Offload::kNone,
-                    "[ShardedOptimizerV2] gpu_margin_mem_ratio needs cpu_offload: otherwise "
-                    "everything is on the device already");
+                    "[ShardedOptimizerV2] gpu_margin_mem_ratio needs an offloaded model: "
+                    "otherwise everything is on the device already");
   TORCH_CHECK_VALUE(ratio == 0 || (model.tracer && model.options.memory_budget),
                     "[ShardedOptimizerV2] gpu_margin_mem_ratio needs use_memory_tracer and "
                     "memory_budget among the options of ShardedModelV2");

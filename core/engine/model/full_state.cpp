@@ -109,9 +109,7 @@ at::Tensor gather_part(ShardedState& state, const ParamIndex& place, const at::T
   const auto [begin, end] = unit.updated_range(param);
   TORCH_CHECK_VALUE(part.numel() == end - begin, "[gather] this rank has ", end - begin,
                     " elements of '", param.name(), "'; got ", part.numel());
-  const bool is_whole = part.sizes() == at::IntArrayRef(param.sizes);
-  const at::Tensor flat = is_whole ? flat_in_order(part, param.strides) : part.reshape({-1});
-  return gather_whole(state, place, flat.to(unit.layout().device));
+  return gather_whole(state, place, flat_part(param, part).to(unit.layout().device));
 }
 
 at::Tensor cut_part(const ShardedState& state, const ParamIndex& place, const at::Tensor& whole,

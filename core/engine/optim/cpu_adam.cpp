@@ -54,16 +54,6 @@ std::unique_ptr<CPUAdamOptions> group_options(const OptimizerParamGroup& group,
   return own;
 }
 
-void check_gradient(const at::Tensor& param) {
-  const at::Tensor& grad = param.grad();
-  TORCH_CHECK(!grad.is_sparse(), "CPUAdam does not support sparse gradients");
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      adam_loop(param.scalar_type(), grad.scalar_type()),
-      "[CPUAdam] parameters must be Float, BFloat16, Half or Double, and gradients of the "
-      "parameter's dtype or Float, or, of Float parameters, BFloat16 or Half; got a gradient of ",
-      grad.scalar_type(), " for a ", param.scalar_type(), " parameter");
-}
-
 CPUAdamParamState& adam_state_of(torch::optim::Optimizer& optimizer, const at::Tensor& param) {
   auto& own = optimizer.state()[param.unsafeGetTensorImpl()];
   const at::ScalarType dtype = moment_dtype(param.scalar_type());
@@ -136,6 +126,16 @@ void step_group(CPUAdam& optimizer, OptimizerParamGroup& group, const RoundedPar
 }
 
 }  // namespace
+
+void check_adam_gradient(const at::Tensor& param) {
+  const at::Tensor& grad = param.grad();
+  TORCH_CHECK(!grad.is_sparse(), "CPUAdam does not support sparse gradients");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      adam_loop(param.scalar_type(), grad.scalar_type()),
+      "[CPUAdam] parameters must be Float, BFloat16, Half or Double, and gradients of the "
+      "parameter's dtype or Float, or, of Float parameters, BFloat16 or Half; got a gradient of ",
+      grad.scalar_type(), " for a ", param.scalar_type(), " parameter");
+}
 
 void step_on_host(const CPUAdamOptions& options, const AdamParam& param) {
   const bool rounds = param.rounded.defined();
@@ -242,7 +242,7 @@ void step_cpu_adam(CPUAdam& optimizer, const RoundedParams& rounded) {
   at::NoGradGuard no_grad;
   for (const OptimizerParamGroup& group : optimizer.param_groups()) {
     for (const at::Tensor& param : group.params())
-      if (param.grad().defined()) check_gradient(param);
+      if (param.grad().defined()) check_adam_gradient(param);
   }
   for (OptimizerParamGroup& group : optimizer.param_groups()) step_group(optimizer, group, rounded);
 }

@@ -21,6 +21,9 @@ inline at::ScalarType moment_dtype(at::ScalarType param) {
   return param == at::kDouble ? at::kDouble : at::kFloat;
 }
 
+/// Throws as `CPUAdam::step()` does for a gradient that it can't step with.
+void check_adam_gradient(const at::Tensor& param);
+
 /// Steps a parameter in host memory, in one pass. There must be an `adam_loop()` for the dtypes.
 void step_on_host(const CPUAdamOptions& options, const AdamParam& param);
 

@@ -161,9 +161,7 @@ class Join {
     }
     at::as_strided(it->second.toTensor(), {slot.numel}, {1})
         .narrow(0, begin - slot.offset, end - begin)
-        .copy_(end - begin == slot.numel && part.sizes() == at::IntArrayRef(slot.sizes)
-                   ? flat_in_order(part, slot.strides)
-                   : part.reshape({-1}));
+        .copy_(flat_part(slot, part));
   }
 
   const ShardedState& state_;

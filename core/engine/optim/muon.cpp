@@ -5,6 +5,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 #include <tessera/engine/muon.h>
+#include <tessera/tensor/dist_tensor.h>
 #include <torch/optim/serialize.h>
 #include <torch/serialize/archive.h>
 
@@ -73,8 +74,7 @@ std::unique_ptr<MuonOptions> group_options(const OptimizerParamGroup& group,
 }
 
 at::Tensor zeros_for(const at::Tensor& param) {
-  const at::Tensor like = param.detach();
-  return at::zeros_like(like, like.options().dtype(moment_dtype(param.scalar_type())));
+  return at::zeros_like(param.detach(), moment_dtype(param.scalar_type()));
 }
 
 MuonParamState& muon_state_of(torch::optim::Optimizer& optimizer, const at::Tensor& param,
@@ -117,6 +117,18 @@ void step_matrix(const MuonOptions& options, const at::Tensor& param, const at::
   param.add_(direction, -options.lr() * rate);
 }
 
+void check_gradients(const OptimizerParamGroup& group) {
+  const bool adamw = static_cast<const MuonOptions&>(group.options()).adamw();
+  for (const at::Tensor& param : group.params()) {
+    if (!param.grad().defined()) continue;
+    TORCH_CHECK(!param.grad().is_sparse(), "Muon does not support sparse gradients");
+    TORCH_CHECK_NOT_IMPLEMENTED(!is_dist(param),
+                                "[Muon] a DistTensor can't be stepped: shard the "
+                                "model, or use AdamW");
+    if (adamw) check_adam_gradient(param);
+  }
+}
+
 void step_group(Muon& optimizer, const OptimizerParamGroup& group) {
   const auto& options = static_cast<const MuonOptions&>(group.options());
   const CPUAdamOptions adamw = CPUAdamOptions(options.lr())
@@ -126,7 +138,6 @@ void step_group(Muon& optimizer, const OptimizerParamGroup& group) {
   std::vector<AdamParam> elsewhere;
   for (const at::Tensor& param : group.params()) {
     if (!param.grad().defined() || param.numel() == 0) continue;
-    TORCH_CHECK(!param.grad().is_sparse(), "Muon does not support sparse gradients");
     MuonParamState& state = muon_state_of(optimizer, param, options.adamw());
     if (options.adamw()) {
       state.step(state.step() + 1);
@@ -149,8 +160,7 @@ void step_group(Muon& optimizer, const OptimizerParamGroup& group) {
 bool takes_muon(const std::string& name, const at::Tensor& param,
                 const std::vector<std::string>& exceptions) {
   if (param.dim() != 2 && param.dim() != 3) return false;
-  return std::ranges::none_of(
-      exceptions, [&](const std::string& pattern) { return fits_pattern(pattern, name); });
+  return std::ranges::none_of(exceptions, [&](auto& it) { return fits_pattern(it, name); });
 }
 
 }  // namespace
@@ -220,6 +230,7 @@ at::Tensor Muon::step(LossClosure closure) {
     loss = closure();
   }
   at::NoGradGuard no_grad;
+  for (const OptimizerParamGroup& group : param_groups()) check_gradients(group);
   for (const OptimizerParamGroup& group : param_groups()) step_group(*this, group);
   return loss;
 }

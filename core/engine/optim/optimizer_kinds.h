@@ -13,6 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "engine/optim/cpu_adam_step.h"
+
 namespace tessera {
 
 /// The optimizers whose state and options Tessera reads and writes: the only table of them. A kind
@@ -24,7 +26,8 @@ namespace tessera {
 ///   double, int64_t or bool; `betas` is `beta1` and `beta2`;
 /// - `state_names(options)`: the names of the tensors that the optimizer keeps with these options;
 /// - `starts_with_zeros(options)`: whether the first step makes state of zeros;
-/// - `steps_elementwise(options)`: whether a step treats each element by itself.
+/// - `steps_elementwise(options)`: whether a step treats each element by itself;
+/// - `state_dtype(param)`: the dtype of the state of parameters of dtype `param`.
 ///
 /// Names are those of LibTorch and PyTorch.
 template <class OptimizerClass, class OptionsClass, class StateClass>
@@ -34,6 +37,7 @@ struct OptimizerKind {
   using State = StateClass;
   static bool starts_with_zeros(Options& /*options*/) { return true; }
   static bool steps_elementwise(const Options& /*options*/) { return true; }
+  static at::ScalarType state_dtype(at::ScalarType param) { return param; }
 };
 
 template <class OptimizerClass, class OptionsClass, class StateClass>
@@ -91,6 +95,7 @@ struct CPUAdamKind : OptimizerKind<CPUAdam, CPUAdamOptions, CPUAdamParamState> {
   static std::vector<std::string> state_names(Options& /*options*/) {
     return {"exp_avg", "exp_avg_sq"};
   }
+  static at::ScalarType state_dtype(at::ScalarType param) { return moment_dtype(param); }
 };
 
 struct SGDKind
@@ -193,6 +198,7 @@ struct MuonKind : OptimizerKind<Muon, MuonOptions, MuonParamState> {
     return {"momentum_buffer"};
   }
   static bool steps_elementwise(const Options& options) { return options.adamw(); }
+  static at::ScalarType state_dtype(at::ScalarType param) { return moment_dtype(param); }
 };
 
 using OptimizerKinds =

@@ -6,7 +6,6 @@
 #include <type_traits>
 #include <utility>
 
-#include "engine/optim/cpu_adam_step.h"
 #include "engine/optim/foreign_state.h"
 #include "engine/optim/optimizer_kinds.h"
 
@@ -163,9 +162,9 @@ std::vector<std::string> state_names(const torch::optim::Optimizer& optimizer,
 }
 
 at::ScalarType state_dtype(const torch::optim::Optimizer& optimizer, at::ScalarType param) {
-  const bool is_own = dynamic_cast<const CPUAdam*>(&optimizer) != nullptr ||
-                      dynamic_cast<const Muon*>(&optimizer) != nullptr;
-  return is_own ? moment_dtype(param) : param;
+  at::ScalarType result = param;
+  with_kind(optimizer, [&](auto kind) { result = kind.state_dtype(param); });
+  return result;
 }
 
 void make_param_state(torch::optim::Optimizer& optimizer,

@@ -112,8 +112,9 @@ at::Tensor view_param(const ParamSlot& slot, const at::Tensor& flat);
 /// The shape in which an optimizer gets `numel` elements of the parameter: its own if it is whole,
 /// that of rows if it is cut between them, else one dim.
 std::vector<int64_t> part_sizes(const ParamSlot& slot, int64_t numel);
-/// Part of a parameter, 1-D, as a view of that shape.
+/// Part of a parameter, 1-D, as a view of that shape; and back, in the order of memory.
 at::Tensor shaped_part(const ParamSlot& slot, const at::Tensor& part);
+at::Tensor flat_part(const ParamSlot& slot, const at::Tensor& part);
 
 /// The elements of `tensor` in the order of memory that `strides` describe, 1-D: seen, if that is
 /// its own, or else copied.

@@ -1,13 +1,14 @@
 #include "engine/unit/placement.h"
 
+#include <ATen/TensorGeometry.h>
 #include <ATen/ops/as_strided.h>
 #include <c10/util/Exception.h>
-#include <c10/util/strides.h>
 
 #include <algorithm>
 #include <numeric>
 #include <ranges>
 #include <string_view>
+#include <utility>
 
 #include "engine/unit/least_loaded.h"
 
@@ -43,36 +44,28 @@ int64_t alignment_of(at::ScalarType dtype) {
 
 bool fits(const CutRule& rule, const ParamSlot& param) {
   if (static_cast<int64_t>(param.sizes.size()) < rule.min_dim) return false;
-  return std::ranges::any_of(
-      param.names, [&](const std::string& name) { return fits_pattern(rule.names, name); });
+  return std::ranges::any_of(param.names, [&](auto& it) { return fits_pattern(rule.names, it); });
 }
 
 int64_t row_numel(const ParamSlot& param) {
   return param.sizes.empty() || param.sizes[0] == 0 ? param.numel : param.numel / param.sizes[0];
 }
 
-void check_rows(const ParamSlot& param) {
-  bool follow = true;  // one another in memory
-  const auto expected = c10::contiguous_strides(param.sizes);
-  for (size_t dim = 0; dim < param.sizes.size(); ++dim)
-    follow &= param.sizes[dim] == 1 || param.strides[dim] == expected[dim];
-  TORCH_CHECK_VALUE(follow || param.numel == 0, "[fully_shard] plan.cuts: rows of '", param.name(),
-                    "' with strides ", at::IntArrayRef(param.strides),
-                    " don't lie one after another in memory");
-}
-
 // Sets where a parameter may be cut.
 void apply(const CutRule& rule, ParamSlot& param) {
   param.cut = rule.cut;
   if (rule.cut == Cut::kAnywhere || rule.cut == Cut::kWhole) return;
-  if (rule.cut == Cut::kRows) check_rows(param);
-  const int64_t rows = param.sizes.empty() ? 1 : param.sizes[0];
-  const int64_t most = rule.cut == Cut::kRows ? rows : param.numel;
+  const bool by_rows = rule.cut == Cut::kRows;
+  TORCH_CHECK_VALUE(!by_rows || at::geometry_is_contiguous(param.sizes, param.strides),
+                    "[fully_shard] plan.cuts: rows of '", param.name(), "' with strides ",
+                    at::IntArrayRef(param.strides), " don't lie one after another in memory");
+  const int64_t rows = param.sizes.empty() ? 1 : param.sizes[0],
+                most = by_rows ? rows : param.numel;
   const bool is_named = rule.names.find('*') == std::string::npos;
   TORCH_CHECK_VALUE(!is_named || rule.size <= most, "[fully_shard] plan.cuts: a block of '",
-                    param.name(), "' must have at most its ", most,
-                    rule.cut == Cut::kRows ? " rows" : " elements", "; got ", rule.size);
-  param.block = std::min(rule.size, most) * (rule.cut == Cut::kRows ? row_numel(param) : 1);
+                    param.name(), "' must have at most its ", most, by_rows ? " rows" : " elements",
+                    "; got ", rule.size);
+  param.block = std::min(rule.size, most) * (by_rows ? row_numel(param) : 1);
 }
 
 // The work of an update, in any unit.
@@ -130,7 +123,6 @@ class Packing {
   }
 
   void place() {
-    std::vector<ParamSlot> ordered;
     unit_.bounds.push_back(0);
     for (size_t rank = 0; rank < loads_.size(); ++rank) {
       const bool is_last = rank + 1 == loads_.size();
@@ -138,7 +130,10 @@ class Packing {
       // A rank with whole parameters ends the parameter that another one has begun.
       if (placed_ > 0) place_part(is_last || !owned_[rank].empty(), room);
       if (placed_ == 0) {
-        for (ParamSlot* slot : owned_[rank]) begin(*slot, slot->numel);
+        for (ParamSlot* slot : owned_[rank]) {
+          begin(*slot);
+          end_ = align_up(end_ + slot->numel, alignment_);
+        }
         while (next_ < cut_.size() && placed_ == 0 && (is_last || begins(*cut_[next_], room)))
           place_part(is_last, room);
       }
@@ -146,7 +141,8 @@ class Packing {
       loads_[rank] += end_ - unit_.bounds.back();
       unit_.bounds.push_back(end_);
     }
-    for (const ParamSlot* slot : order_) ordered.push_back(*slot);
+    std::vector<ParamSlot> ordered;
+    for (ParamSlot* slot : order_) ordered.push_back(std::move(*slot));
     unit_.slots = std::move(ordered);
   }
 
@@ -163,21 +159,17 @@ class Packing {
     return slot.numel == 0 || fitting(slot, 0, room) > 0;
   }
 
-  void begin(ParamSlot& slot, int64_t numel) {
+  void begin(ParamSlot& slot) {
     slot.offset = end_;
     order_.push_back(&slot);
-    end_ = align_up(end_ + numel, alignment_);
   }
 
   // Places the next part of the parameter that is to be cut.
   void place_part(bool to_its_end, int64_t& room) {
     ParamSlot& slot = *cut_[next_];
     const int64_t numel = to_its_end ? slot.numel - placed_ : fitting(slot, placed_, room);
-    if (placed_ == 0) {
-      begin(slot, numel);
-    } else {
-      end_ = align_up(end_ + numel, alignment_);
-    }
+    if (placed_ == 0) begin(slot);
+    end_ = align_up(end_ + numel, alignment_);
     room -= numel;
     placed_ += numel;
     if (placed_ < slot.numel) return;
@@ -212,11 +204,13 @@ void choose_cuts(std::vector<ParamSlot>& params, const ShardPlan& plan) {
   std::vector<bool> used(plan.cuts.size(), false);
   for (ParamSlot& param : params) {
     param.cut = plan.partition == Partition::kWholeParam ? Cut::kWhole : Cut::kAnywhere;
-    const auto rule = std::ranges::find_if(
-        plan.cuts, [&](const CutRule& candidate) { return fits(candidate, param); });
-    if (rule != plan.cuts.end()) apply(*rule, param);
-    for (size_t i = 0; i < plan.cuts.size(); ++i)
-      if (fits(plan.cuts[i], param)) used[i] = true;
+    const CutRule* first = nullptr;
+    for (size_t i = 0; i < plan.cuts.size(); ++i) {
+      if (!fits(plan.cuts[i], param)) continue;
+      used[i] = true;
+      if (!first) first = &plan.cuts[i];
+    }
+    if (first) apply(*first, param);
   }
   for (size_t i = 0; i < plan.cuts.size(); ++i)
     TORCH_CHECK_VALUE(used[i], "[fully_shard] plan.cuts: '", plan.cuts[i].names,
@@ -281,6 +275,11 @@ at::Tensor shaped_part(const ParamSlot& slot, const at::Tensor& part) {
   if (slot.cut == Cut::kWhole && part.numel() == slot.numel)
     return at::as_strided(part, slot.sizes, slot.strides, part.storage_offset());
   return part.view(part_sizes(slot, part.numel()));
+}
+
+at::Tensor flat_part(const ParamSlot& slot, const at::Tensor& part) {
+  return part.sizes() == at::IntArrayRef(slot.sizes) ? flat_in_order(part, slot.strides)
+                                                     : part.reshape({-1});
 }
 
 }  // namespace tessera

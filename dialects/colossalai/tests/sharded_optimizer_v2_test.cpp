@@ -103,7 +103,7 @@ TEST(ShardedOptimizerV2, CO_31_OffloadIsTheModels) {
     expect_error([&] { ShardedOptimizerV2(model, adam, {.gpu_margin_mem_ratio = 1.5}); },
                  {"gpu_margin_mem_ratio must be between 0 and 1", "1.5"});
     expect_error([&] { ShardedOptimizerV2(model, adam, {.gpu_margin_mem_ratio = 0.5}); },
-                 {"needs cpu_offload"});
+                 {"gpu_margin_mem_ratio needs an offloaded model"});
     expect_error([&] { ShardedOptimizerV2(model, adam, {.keep_unsharded = true}); },
                  {"keep_unsharded must be false"});
     expect_error(

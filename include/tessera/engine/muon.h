@@ -83,7 +83,8 @@ class TESSERA_API Muon : public torch::optim::Optimizer {
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
   /// Steps the parameters that have a gradient. Evaluates `closure` first, if given, and returns
-  /// its loss. Throws `c10::Error` for sparse gradients and complex parameters.
+  /// its loss. Throws, and changes nothing, `c10::Error` for a sparse gradient,
+  /// `c10::NotImplementedError` for a DistTensor, and in a group with `adamw` as `CPUAdam` does.
   at::Tensor step(LossClosure closure = nullptr) override;
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 VOCABULARY, LENGTH = 256, 128
-GPTS = {"tiny": (2, 128, 2, 4), "small": (6, 384, 6, 4), "medium": (8, 768, 12, 2), "large": (14, 768, 12, 1)}  # layers, width, heads, batch
+GPTS = {"tiny": (2, 128, 2, 4), "small": (6, 384, 6, 4), "medium": (8, 768, 12, 2),  # layers, width, heads, batch
+        "large": (14, 768, 12, 1)}
 MLP_WIDTH, MLP_LAYERS, MLP_BATCH = 1024, 12, 64
 NAMES = (*GPTS, "mlp")
 

@@ -1,7 +1,7 @@
 // Muon: its formula, and on shards the bits of one process.
 #include <gtest/gtest.h>
 #include <tessera/engine/muon.h>
-#include <tessera/engine/optimizer_state_dict.h>
+#include <tessera/tensor/dist_tensor.h>
 
 #include <algorithm>
 #include <cmath>
@@ -163,6 +163,28 @@ TEST(Muon, RefusesWhatItCantStep) {
       },
       {"betas", "[0, 1)"});
   Muon({parameter({7})}, MuonOptions().adamw(true));
+}
+
+TEST(Muon, RefusesGradientsBeforeItChangesAnything) {
+  Tensor matrix = torch::ones({3, 3}).requires_grad_();
+  Tensor vector = torch::ones({3}, torch::kComplexFloat).requires_grad_();
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(std::vector<Tensor>{matrix});
+  groups.emplace_back(std::vector<Tensor>{vector},
+                      std::make_unique<MuonOptions>(MuonOptions().adamw(true)));
+  Muon optimizer(groups);
+  matrix.mutable_grad() = torch::ones({3, 3});
+  vector.mutable_grad() = torch::ones({3}, torch::kComplexFloat);
+  expect_error([&] { optimizer.step(); }, {"[CPUAdam] parameters must be Float", "Complex"});
+  EXPECT_TRUE(torch::equal(matrix, torch::ones({3, 3})));
+  EXPECT_TRUE(optimizer.state().empty());
+  run_world(2, [](World& world) {
+    const auto mesh = DeviceMesh::over_world(world, {2});
+    Tensor dist = distribute(torch::ones({4, 4}), mesh, {Shard(0)}).requires_grad_();
+    Muon of_dist({dist});
+    dist.mutable_grad() = torch::ones_like(dist);
+    expect_error([&] { of_dist.step(); }, {"[Muon] a DistTensor can't be stepped"});
+  });
 }
 
 TEST(MuonPlan, MustLeaveMatricesWhole) {
