@@ -253,7 +253,7 @@ int fullest_rank(const ShardedState& state) {
   std::vector<int64_t> nbytes(ranks, 0);
   for (const auto& unit : state.units()) {
     const UnitLayout& layout = unit->layout();
-    if (layout.is_replicated)
+    if (layout.group == 0)
       for (int rank = 0; rank < ranks; ++rank)
         nbytes[rank] += layout.shard_numel(rank) * item_size(layout.master_dtype);
   }

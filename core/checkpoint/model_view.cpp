@@ -110,7 +110,7 @@ ParamView view_of_param(const Unit& unit, const ParamSlot& slot) {
                                          param.end - param.begin);
   }
   // A rank stores its shard, even if every rank has and updates all elements. Replicas take turns.
-  const ShardMesh& mesh = unit.context().mesh;
+  const ShardMesh& mesh = unit.mesh();
   if (unit.index() % mesh.replicate().size() != mesh.replicate().rank()) return param;
   if (!(slot.dist ? slot.dist->is_first_replica : mesh.parts().rank() == 0)) return param;
   const auto* bounds = &unit.layout().bounds[mesh.shard().rank()];

@@ -25,6 +25,7 @@
 #include <tessera/engine/shard_plan.h>
 #include <tessera/engine/sharded_optimizer.h>
 #include <tessera/init/deferred_init.h>
+#include <tessera/parallel/all_to_all.h>
 #include <tessera/parallel/context_parallel.h>
 #include <tessera/parallel/dist_dataloader.h>
 #include <tessera/parallel/dist_optimizer.h>

@@ -73,6 +73,15 @@ void assign(std::vector<CutRule>& field, std::string_view argument, const py::ha
   }
 }
 
+// A list of tuples: names, and a process group.
+void assign(std::vector<GroupRule>& field, std::string_view /*argument*/, const py::handle& value) {
+  field.clear();
+  for (const py::handle& item : value) {
+    const auto given = item.cast<std::pair<std::string, ProcessGroupPtr>>();
+    field.push_back({given.first, given.second});
+  }
+}
+
 template <class Value>
 void assign(Value& field, std::string_view /*argument*/,
             const py::handle& value) requires(!std::is_enum_v<Value>) {

@@ -319,6 +319,8 @@ def fully_shard(module: nn.Module, *, level: str = "p_g_os", group=None, **plan)
     arguments = dict(plan, level=level)
     if group is not None or plan.get("mesh_dim") is None:
         arguments["group"] = resolve_group(group)
+    if "groups" in arguments:
+        arguments["groups"] = [(names, resolve_group(ranks)) for names, ranks in arguments["groups"]]
     if arguments.get("replicate_group") is not None:
         arguments["replicate_group"] = resolve_group(arguments["replicate_group"])
     parameters, buffers = named_tensors(module)

@@ -43,6 +43,7 @@ std::string describe(const Program& program) {
     text += fmt::format(", '{}' {} {} from {} dims", rule.names, plan_choice(rule.cut).name,
                         rule.size, rule.min_dim);
   add("owners", program.owners, false);
+  add("grouped", program.grouped, false);
   add("whole", program.whole, false);
   add("ignored", program.ignored, false);
   add("scale", program.scale, 0.0);

@@ -111,7 +111,9 @@ void draw_optimizers(Random& random, Program& program) {
     if (random.once_in(60)) optimizer = {.kind = "LBFGS"};
     program.optimizers.push_back(optimizer);
   }
-  if (std::ranges::find(program.optimizers, "Muon", &Optimizer::kind) != program.optimizers.end())
+  const bool any_muon = std::ranges::any_of(
+      program.optimizers, [](const Optimizer& optimizer) { return optimizer.kind == "Muon"; });
+  if (any_muon && random.once_in(2))
     program.plan.cuts.insert(program.plan.cuts.begin(), {"*", Cut::kWhole, 1, 2});
 }
 
@@ -335,6 +337,10 @@ void draw_more(Random& random, Program& program) {
   // A layer's parameters must have one dtype.
   program.ignored = random.once_in(10) && !plan.precision.param_dtype;
   if (random.once_in(6)) reduce_by_hand(program);
+  // Not with scales of rounded parameters: these are those of shards.
+  program.grouped =
+      random.once_in(6) && !plan.outer && program.shard_size == 0 && program.joined == 0 &&
+      (!plan.precision.gather_dtype || c10::elementSize(*plan.precision.gather_dtype) > 1);
 }
 
 }  // namespace

@@ -82,6 +82,7 @@ struct Program {
   bool own_start = false;    ///< each rank begins with other values; rank 0's are taken
   bool own_units = false;    ///< units of every second parameter (`ShardPlan::units`)
   bool owners = false;       ///< owners of some parameters are given (`ShardPlan::owners`)
+  bool grouped = false;      ///< every second parameter has a process group (`ShardPlan::groups`)
   bool whole = false;        ///< every third parameter stays whole (`ShardPlan::whole`)
   bool ignored = false;      ///< every fifth parameter is left alone (`ShardPlan::ignored`)
   bool is_ignored(size_t parameter) const { return ignored && parameter % 5 == 3; }

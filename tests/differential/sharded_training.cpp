@@ -7,6 +7,7 @@
 #include <tessera/engine/optimizer_state_dict.h>
 #include <tessera/engine/sharded_optimizer.h>
 
+#include <numeric>
 #include <optional>
 
 #include "differential/state_items.h"
@@ -211,6 +212,13 @@ class ShardedTraining : public Training {
       if (program_.owners && i % 3 == 0)
         plan.owners[items[i].name] = static_cast<int>(7 * i) % plan.process_group->size();
       if (program_.whole && i % 3 == 1) plan.whole.push_back(items[i].name);
+    }
+    if (program_.grouped) {
+      std::vector<int> ranks(world.size());
+      std::iota(ranks.begin(), ranks.end(), 0);
+      const ProcessGroupPtr group = world.new_process_group(ranks);
+      for (size_t i = 0; i < items.size(); ++i)
+        if (i % 2 == 0 && !program_.is_ignored(i)) plan.groups.push_back({items[i].name, group});
     }
     if (plan.offload == Offload::kDirectory) plan.offload_directory = directory_of(program_);
     if (!unit.empty()) plan.units = {unit};

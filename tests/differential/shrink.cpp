@@ -52,6 +52,7 @@ std::vector<Change> changes_of(const Program& program) {
   RESET(own_start, false);
   RESET(own_units, false);
   RESET(owners, false);
+  RESET(grouped, false);
   RESET(plan.cuts, std::vector<CutRule>());
   RESET(whole, false);
   RESET(ignored, false);

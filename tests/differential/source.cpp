@@ -13,6 +13,8 @@ constexpr auto kBegin = R"(#include <ATen/CPUGeneratorImpl.h>
 #include <tessera/tessera.h>
 #include <torch/torch.h>
 
+#include <numeric>
+
 using torch::Tensor;
 namespace nn = torch::nn;
 namespace optim = torch::optim;
@@ -216,10 +218,16 @@ void Source::add_plan() {
     line("    plan.process_group = groups.shard;\n    plan.replicate_group = groups.replicate;");
   }
   if (program_.own_units) line("    plan.units.emplace_back();");
+  if (program_.grouped)
+    line(
+        "    std::vector<int> ranks(world.size());\n"
+        "    std::iota(ranks.begin(), ranks.end(), 0);\n"
+        "    const auto group = world.new_process_group(ranks);");
   for (const auto& [is_set, each, what] :
        {std::tuple(program_.owners, "i % 3 == 0",
                    "plan.owners[names[i]] = 7 * i % plan.process_group->size();"),
         std::tuple(program_.whole, "i % 3 == 1", "plan.whole.push_back(names[i]);"),
+        std::tuple(program_.grouped, "i % 2 == 0", "plan.groups.push_back({names[i], group});"),
         std::tuple(program_.own_units, "i % 2 == 1", "plan.units.front().push_back(names[i]);"),
         std::tuple(program_.ignored, "i % 5 == 3", "plan.ignored.push_back(names[i]);")}) {
     if (is_set)

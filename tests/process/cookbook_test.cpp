@@ -1,5 +1,6 @@
 // The programs of the cookbook, on two ranks: they train, and a run that is taken up again at an
 // earlier checkpoint logs the same numbers.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <filesystem>
@@ -17,9 +18,11 @@ const std::map<std::string, std::string> kEnvironment = {
     {"OMP_NUM_THREADS", "1"}, {"TESSERA_RUN", ""},          {"RANK", ""},
     {"WORLD_SIZE", ""},       {"OMPI_COMM_WORLD_RANK", ""}, {"SLURM_PROCID", ""}};
 
-ProgramEnd cook(const std::string& recipe, const std::string& runs, const Command& options) {
-  const Command command = {TESSERA_CLI, "run", "-n", "2", std::string(COOKBOOK) + "/" + recipe,
-                           "--runs",    runs};
+ProgramEnd cook(const std::string& recipe, const std::string& runs, const Command& options,
+                int ranks = 2) {
+  const Command command = {
+      TESSERA_CLI, "run", "-n", std::to_string(ranks), std::string(COOKBOOK) + "/" + recipe,
+      "--runs",    runs};
   ProgramEnd end = run_program(with(command, options),
                                {.environment = kEnvironment, .limit = std::chrono::seconds(100)});
   EXPECT_EQ(end.status, 0) << recipe << "\n" << end.out << end.err;
@@ -131,6 +134,35 @@ TEST(Cookbook, Lora) {
   const auto numbers = numbers_of(out, "rank 0 keeps");
   ASSERT_EQ(numbers.size(), 3u) << out;
   EXPECT_LT(numbers[2], numbers[1] / 5) << "the frozen weights have no optimizer state";
+}
+
+TEST(Cookbook, Experts) {
+  const TemporaryDirectory directory;
+  write_text(directory.path("text"));
+  const auto run = [&](const std::string& runs, int ranks, const std::string& copies) {
+    cook("experts", directory.path(runs),
+         {"--data", directory.path("text"), "--steps", "12", "--save-every", "5", "--double",
+          "--copies", copies},
+         ranks);
+    return log_of(directory.path(runs));
+  };
+  const auto alone = run("alone", 1, "1");
+  ASSERT_EQ(alone.size(), 12u);
+  EXPECT_LT(std::stod(alone.at(12)), std::stod(alone.at(1)));
+  const auto expect_as_alone = [&](const std::map<int, std::string>& log) {
+    ASSERT_EQ(log.size(), 12u);
+    // Sums of about a thousand terms in other orders, in 12 steps.
+    for (const auto& [step, loss] : log)
+      EXPECT_NEAR(std::stod(loss), std::stod(alone.at(step)), 1e-11) << step;
+  };
+  expect_as_alone(run("mesh", 4, "2"));
+  // From the checkpoint at step 10, at other degrees.
+  fs::remove_all(latest(directory.path("mesh")));
+  for (const auto& [ranks, copies] : {std::pair(4, "1"), {4, "4"}, {1, "1"}}) {
+    const std::string runs = fmt::format("from_{}_{}", ranks, copies);
+    fs::copy(directory.path("mesh"), directory.path(runs), fs::copy_options::recursive);
+    expect_as_alone(run(runs, ranks, copies));
+  }
 }
 
 TEST(Cookbook, Gan) {

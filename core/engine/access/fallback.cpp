@@ -101,7 +101,7 @@ class UseScope {
 // `embedding_renorm_` writes to the rows that its indices name, and each rank's batch names others:
 // all ranks write to the rows of all, as one process does with the whole batch. Collective.
 void take_rows_of_all(const Unit& unit, c10::IValue& indices) {
-  const ShardMesh& mesh = unit.context().mesh;
+  const ShardMesh& mesh = unit.mesh();
   if (mesh.size() == 1) return;
   const at::Tensor given = indices.toTensor();
   const at::Tensor own = std::get<0>(at::_unique(given.to(at::kCPU, at::kLong)));
@@ -121,7 +121,7 @@ void check_no_hidden_write(const c10::FunctionSchema& schema, at::ArrayRef<c10::
                            size_t i, const at::Tensor& tensor) {
   if (!schema.arguments()[i].name().starts_with("running_")) return;
   const Unit* const unit = unit_of(tensor);
-  if (!unit || unit->context().mesh.size() == 1) return;
+  if (!unit || unit->mesh().size() == 1) return;
   for (size_t k = 0; k < arguments.size(); ++k) {
     const std::string& name = schema.arguments()[k].name();
     const bool tells = name == "training" || name == "use_input_stats";

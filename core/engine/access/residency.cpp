@@ -56,8 +56,7 @@ constexpr size_t kListedUses = 32;  // in errors
 bool in_backward() { return torch::autograd::get_current_node() != nullptr; }
 
 bool several_ranks(const std::vector<Unit*>& units) {
-  return std::ranges::any_of(units,
-                             [](const Unit* unit) { return unit->context().mesh.size() > 1; });
+  return std::ranges::any_of(units, [](const Unit* unit) { return unit->mesh().size() > 1; });
 }
 
 // True if units would be freed if the ranks did not share their memory.

@@ -97,7 +97,7 @@ void BackwardAgreement::record_live() {
   int64_t count = 0;
   size_t hash = 0;
   for (size_t unit = 0; unit < gradients_.size(); ++unit) {
-    if (!gradients_[unit]->unit().layout().is_replicated) continue;
+    if (!gradients_[unit]->unit().layout().is_replicated()) continue;
     for (size_t slot = 0; slot < used_[unit].size(); ++slot) {
       if (!gradients_[unit]->is_live(slot)) continue;
       ++count;
@@ -134,7 +134,7 @@ PassVote BackwardAgreement::agree(bool done) {
     late_[unit] = false;
     for (size_t slot = 0; slot < used_[unit].size(); ++slot, ++i) {
       // For a unit that is each rank's own, only this rank's use counts.
-      const uint8_t bit = gradients_[unit]->unit().layout().is_replicated ? bits[i] : own[i];
+      const uint8_t bit = gradients_[unit]->unit().layout().is_replicated() ? bits[i] : own[i];
       used_[unit][slot] = bit != 0;
       late_[unit] = late_[unit] || bit == kLate;
       if (bit >= kLostGate)

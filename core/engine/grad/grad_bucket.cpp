@@ -108,8 +108,8 @@ std::vector<GradBucket> cut_buckets(const std::vector<const UnitLayout*>& units,
   };
   for (const int unit : order) {
     const UnitLayout& layout = *units[unit];
-    // Each rank's own units are no concern of other ranks, and frozen units are not reduced.
-    if (is_frozen(layout) || !layout.is_replicated) {
+    // Units of other process groups are reduced by themselves, and frozen units are not reduced.
+    if (is_frozen(layout) || layout.group != 0) {
       buckets.push_back({{static_cast<size_t>(unit)}, layout.name});
       continue;
     }
@@ -141,7 +141,7 @@ void BucketOrder::set(std::vector<int> order, const AllGradients& gradients, int
 void launch_together(const std::vector<UnitGradients*>& units, std::string_view subject) {
   if (units.size() == 1) return units[0]->launch();
   at::NoGradGuard no_grad;
-  const ShardMesh& mesh = units[0]->unit().context().mesh;
+  const ShardMesh& mesh = units[0]->unit().mesh();
   const UnitLayout& layout = layout_of(units[0]);
   const std::vector<int64_t> bounds = bounds_of(units);
   const int rank = mesh.shard().rank();

@@ -83,7 +83,7 @@ AllGradients Reducer::make_gradients(const std::vector<Unit*>& units) {
       continue;
     }
     // Units that are each rank's own are not averaged.
-    const bool is_own = !unit->layout().is_replicated;
+    const bool is_own = !unit->layout().is_replicated();
     gradients.push_back(std::make_shared<UnitGradients>(*unit, sink, is_own ? 1 : options_.scale,
                                                         is_own ? 1 : options_.predivide));
   }
@@ -283,7 +283,7 @@ void Reducer::launch(const std::vector<size_t>& units, const std::string& name) 
   } catch (...) {
     rethrow_as_lost(context(), fmt::format("reduce the gradients of unit '{}'", name));
   }
-  if (gradients.front()->unit().context().mesh.replicates())
+  if (gradients.front()->unit().mesh().replicates())
     replicas_->push(gradients.front()->reduction());
   replicate(/*waits=*/false);
   in_flight_.keep_limit(/*may_wait=*/!listener_.is_uneven());
@@ -389,7 +389,7 @@ bool Reducer::any_gradient() {
   });
   settle();
   const bool any_own = std::any_of(gradients_.begin(), gradients_.end(), [](const auto& unit) {
-    return !unit->unit().layout().is_replicated;
+    return !unit->unit().layout().is_replicated();
   });
   return any_own || any_live();
 }

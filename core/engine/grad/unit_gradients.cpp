@@ -238,7 +238,7 @@ bool UnitGradients::prepare_reduced() {
 
 // Returns this rank's part of the sum over the shard dim, also where every rank keeps everything.
 at::Tensor UnitGradients::shard_part() const {
-  const int rank = unit_.context().mesh.shard().rank();
+  const int rank = unit_.mesh().shard().rank();
   const auto& bounds = unit_.layout().bounds;
   return reduced(bounds[rank], bounds[rank + 1]);
 }
@@ -247,7 +247,7 @@ at::Tensor UnitGradients::shard_part() const {
 // its result, so that this, too, is done while backward runs: always in the same place of the order
 // of collectives, unlike a gather that a rank starts when it finds the reduction done.
 bool UnitGradients::gathers_in_reduction() const {
-  const ShardMesh& mesh = unit_.context().mesh;
+  const ShardMesh& mesh = unit_.mesh();
   return unit_.layout().may_gather_sums() && !mesh.replicates() && mesh.shard().size() > 1 &&
          mesh.shard().transport().gathers_sums();
 }
@@ -259,7 +259,7 @@ void UnitGradients::launch() {
   unit_.context().watch.before_change();
   const bool accumulate = prepare_reduced();
   const UnitLayout& layout = unit_.layout();
-  const ShardMesh& mesh = unit_.context().mesh;
+  const ShardMesh& mesh = unit_.mesh();
   // With replicas, the gradients of earlier backwards are summed over all of them already.
   const bool apart = accumulate && mesh.replicates();
   if (apart) partial_ = at::zeros_like(shard_part());
@@ -321,7 +321,7 @@ void UnitGradients::finish_sum() {
 }
 
 void UnitGradients::start_gather() {
-  ProcessGroup& process_group = unit_.context().mesh.shard();
+  ProcessGroup& process_group = unit_.mesh().shard();
   if (!is_reducing() || gathers_ || whole_ || unit_.layout().level != ShardLevel::kNone ||
       process_group.size() == 1)
     return;

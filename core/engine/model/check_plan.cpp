@@ -67,6 +67,17 @@ void check_outer(const ShardPlan& plan) {
 constexpr int64_t kMessageUnitBytes = int64_t{4} << 20;
 constexpr int64_t kSharedUnitBytes = int64_t{1} << 20;
 
+void check_groups(const ShardPlan& plan) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      plan.unreplicated.empty() || (!plan.replicate_group && !plan.mesh_dim),
+      "[fully_shard] plan.unreplicated can't go with replicate_group or mesh_dim");
+  for (const GroupRule& rule : plan.groups)
+    TORCH_CHECK_VALUE(rule.process_group, "[fully_shard] plan.groups: '", rule.names,
+                      "' must have a process group; single_process_group() is this rank alone");
+  TORCH_CHECK_NOT_IMPLEMENTED(plan.groups.empty() || (!plan.outer && !plan.mesh_dim),
+                              "[fully_shard] plan.groups can't go with outer or mesh_dim");
+}
+
 }  // namespace
 
 ShardPlan with_defaults(ShardPlan plan, bool sends_nothing) {
@@ -97,9 +108,7 @@ void check_plan(const ShardPlan& plan) {
   TORCH_CHECK_VALUE(std::isfinite(plan.predivide) && plan.predivide > 0,
                     "[fully_shard] plan.predivide must be positive and finite; got ",
                     plan.predivide);
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      plan.unreplicated.empty() || (!plan.replicate_group && !plan.mesh_dim),
-      "[fully_shard] plan.unreplicated can't go with replicate_group or mesh_dim");
+  check_groups(plan);
   TORCH_CHECK_VALUE(!plan.device || has_device(*plan.device),
                     "[fully_shard] plan.device must be a device of this process, which has ",
                     devices_text(), "; got ", *plan.device);

@@ -82,8 +82,8 @@ at::Tensor gather_whole(ShardedState& state, const ParamIndex& place, const at::
     std::vector<int64_t> bounds;
     for (const int64_t bound : layout.bounds)
       bounds.push_back(overlap(param, bound, bound).first - param.offset);
-    const auto work =
-        state.process_group().all_gather(flat, own, bounds, {layout.name, Channel::kControl});
+    const auto work = state.units()[place.unit]->mesh().shard().all_gather(
+        flat, own, bounds, {layout.name, Channel::kControl});
     work->wait();
     work->wait_inputs();
   }

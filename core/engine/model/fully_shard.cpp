@@ -17,6 +17,7 @@
 #include "engine/model/check_plan.h"
 #include "engine/model/memory_count.h"
 #include "engine/unit/agreement.h"
+#include "engine/unit/placement.h"
 #include "engine/unit/unit_storage.h"
 #include "init/recorder.h"
 #include "tensor/op_plan.h"
@@ -34,6 +35,21 @@ const Unit* owner_of(const at::Tensor& param) {
 // The state that the unit belongs to; null for null, and for a unit of something else.
 ShardedState* state_with(const Unit* unit) {
   return unit ? dynamic_cast<ShardedState*>(&unit->listener()) : nullptr;
+}
+
+// Returns the parameters that no rule of `plan.groups` fits, under any of their names.
+std::vector<NamedTensor> outside_groups(const std::vector<NamedTensor>& parameters,
+                                        const ShardPlan& plan) {
+  std::set<const c10::TensorImpl*> grouped;
+  for (const NamedTensor& parameter : parameters)
+    for (const GroupRule& rule : plan.groups)
+      if (fits_pattern(rule.names, parameter.name))
+        grouped.insert(parameter.tensor.unsafeGetTensorImpl());
+  std::vector<NamedTensor> others;
+  std::ranges::copy_if(parameters, std::back_inserter(others), [&](const NamedTensor& parameter) {
+    return !grouped.contains(parameter.tensor.unsafeGetTensorImpl());
+  });
+  return others;
 }
 
 // The mesh of the parameters that are DistTensors; null: none is.
@@ -85,7 +101,7 @@ ProcessGroupPtr default_ranks() {
 
 // The ranks that `plan` asks for, with those that hold other parts of parameters on a mesh.
 ShardMesh shard_mesh_of(const std::vector<NamedTensor>& parameters, const ShardPlan& plan) {
-  const DeviceMesh* const mesh = find_mesh(parameters);
+  const DeviceMesh* const mesh = find_mesh(outside_groups(parameters, plan));
   if (!plan.mesh_dim) {
     return {plan.process_group ? plan.process_group : default_ranks(), plan.replicate_group,
             mesh ? mesh->process_group() : nullptr};
@@ -112,9 +128,11 @@ void sum_gradients_along(std::vector<ParamSlot>& params, int64_t mesh_dim) {
 }
 
 // Bytes of each unit's master copy on this rank, if all units have one.
-std::vector<int64_t> master_nbytes(const std::vector<UnitLayout>& layouts, int rank) {
+std::vector<int64_t> master_nbytes(const std::vector<UnitLayout>& layouts,
+                                   const UnitContext& context) {
   std::vector<int64_t> nbytes;
   for (const UnitLayout& layout : layouts) {
+    const int rank = context.mesh_of(layout).shard().rank();
     const bool is_whole = layout.level == ShardLevel::kNone;
     const int64_t numel = is_whole ? layout.numel() : layout.shard_numel(rank);
     nbytes.push_back(numel * static_cast<int64_t>(c10::elementSize(layout.master_dtype)));
@@ -161,15 +179,25 @@ void check_gradients(const std::vector<ParamSlot>& params) {
   }
 }
 
+void check_no_parts(const ShardMesh& mesh, const ShardPlan& plan) {
+  if (mesh.parts().size() == 1) return;
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !plan.outer, "[fully_shard] plan.outer can't go with parameters that are DistTensors");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      plan.groups.empty(),
+      "[fully_shard] plan.groups can't go with other parameters that are DistTensors");
+}
+
 void check_countable(const ShardPlan& plan, at::Device device) {
   TORCH_CHECK(!plan.memory_budget || LiveMemory(device).is_known(),
               "[fully_shard] plan.memory_budget needs an allocator that counts tensors; the "
               "process has set one of its own");
 }
 
-void check_messages(ProcessGroup& shard, const std::vector<UnitLayout>& layouts) {
-  if (shard.size() == 1 || !shard.transport().sends_plain()) return;
+void check_messages(const UnitContext& context, const std::vector<UnitLayout>& layouts) {
   for (const UnitLayout& unit : layouts) {
+    ProcessGroup& shard = context.mesh_of(unit).shard();
+    if (shard.size() == 1 || !shard.transport().sends_plain()) continue;
     for (const auto& [field, encoding] : {std::pair("reduce_dtype", unit.reduce_encoding),
                                           std::pair("gather_dtype", unit.gather_encoding)}) {
       TORCH_CHECK_NOT_IMPLEMENTED(encoding == Encoding::kPlain, "[fully_shard] plan.precision.",
@@ -206,15 +234,16 @@ std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> para
   const ShardMesh mesh = shard_mesh_of(parameters, wanted);
   mesh.check();
   const ShardPlan plan = with_defaults(wanted, mesh.shard().sends_to().empty());
+  UnitContext context{.mesh = plan.outer ? mesh.without_replicas() : mesh,
+                      .master_only = plan.precision.master_only,
+                      .progress = progress_of(mesh)};
   std::vector<ParamSlot> params;
   std::vector<UnitLayout> layouts;
-  std::shared_ptr<StateMemory> offload;
   std::vector<NamedTensor> ignored;
   check_on_all_ranks(mesh, [&] {
     check_plan(plan);
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !plan.outer || mesh.parts().size() == 1,
-        "[fully_shard] plan.outer can't go with parameters that are DistTensors");
+    for (const GroupRule& rule : plan.groups)
+      context.groups.emplace_back(rule.process_group, nullptr);
     ignored = take_ignored(parameters, plan);
     for (const NamedTensor& parameter : parameters)
       TORCH_CHECK_VALUE(!has_grad_gate(parameter.tensor), "[fully_shard] parameter '",
@@ -230,21 +259,18 @@ std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> para
       for (ParamSlot& param : params) param.device = with_index(*plan.device);
     }
     if (plan.mesh_dim) sum_gradients_along(params, *plan.mesh_dim);
+    choose_groups(params, plan);
+    check_no_parts(mesh, plan);
     layouts = lay_out(params, plan, mesh.shard().size());
-    offload = make_state_memory(plan, layouts.front().device);
-    if (offload) offload->reserve(master_nbytes(layouts, mesh.shard().rank()));
+    context.offload = make_state_memory(plan, layouts.front().device);
+    if (context.offload) context.offload->reserve(master_nbytes(layouts, context));
     check_countable(plan, layouts.front().device);
-    check_messages(mesh.shard(), layouts);
+    check_messages(context, layouts);
   });
   check_same_model(mesh, params, plan);
   check_devices(mesh, layouts.front().device);
   std::shared_ptr<ShardedState> state(
-      new ShardedState(std::move(buffers), ignored, plan,
-                       {.mesh = plan.outer ? mesh.without_replicas() : mesh,
-                        .offload = offload,
-                        .master_only = plan.precision.master_only,
-                        .progress = progress_of(mesh)},
-                       std::move(layouts)));
+      new ShardedState(std::move(buffers), ignored, plan, std::move(context), std::move(layouts)));
   for (const NamedTensor& param : parameters) state->parameter_names_.push_back(param.name);
   state->adopt(mesh);
   if (plan.memory_budget) state->ends_.set_budget(*plan.memory_budget);

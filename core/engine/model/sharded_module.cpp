@@ -194,7 +194,7 @@ std::string ShardedModule::describe() const {
   for (const auto& unit : state()->units()) {
     const UnitLayout& layout = unit->layout();
     text += fmt::format("{:>4}  {:>12}  {:>12}  {:<15}  {}\n", unit->index(), layout.numel(),
-                        layout.shard_numel(unit->context().mesh.shard().rank()),
+                        layout.shard_numel(unit->mesh().shard().rank()),
                         kLevelNames.at(static_cast<size_t>(layout.level)), layout.name);
   }
   return text;

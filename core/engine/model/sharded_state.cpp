@@ -28,16 +28,11 @@ ShardedState::ShardedState(std::vector<NamedTensor> buffers,
     : plan_(plan),
       buffers_(std::move(buffers), ignored),
       context_(std::move(context)),
-      own_context_{.mesh = ShardMesh(single_process_group(), nullptr),
-                   .offload = context_.offload,
-                   .progress = context_.progress,
-                   .shared_watch = context_.shared_watch},
       ends_(*this) {
   std::vector<Unit*> units;
   for (UnitLayout& layout : layouts) {
     const int index = static_cast<int>(units_.size());
-    UnitContext& used = layout.is_replicated ? context_ : own_context_;
-    units_.push_back(std::make_unique<Unit>(std::move(layout), index, used, *this));
+    units_.push_back(std::make_unique<Unit>(std::move(layout), index, context_, *this));
     units.push_back(units_.back().get());
   }
   // Without reductions there is no agreement at the end of a backward.
@@ -95,10 +90,19 @@ void ShardedState::check_no_join(const char* what) const {
 }
 
 void ShardedState::check_replicated(const char* what) const {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      plan_.unreplicated.empty(), "[", what, "] parameters must be the same on all ranks; '",
-      plan_.unreplicated.empty() ? "" : plan_.unreplicated.front(),
-      "' is each rank's own (plan.unreplicated), and would be kept of one rank only");
+  for (const auto& unit : units_) {
+    const UnitLayout& layout = unit->layout();
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        layout.is_replicated(), "[", what, "] parameters must be the same on all ranks; '",
+        layout.slots.front().name(),
+        "' is each rank's own (plan.unreplicated), and would be kept of one rank only");
+    for (const ParamSlot& slot : layout.slots)
+      TORCH_CHECK_NOT_IMPLEMENTED(
+          slot.dist || unit->mesh().size() == mesh().size(), "[", what,
+          "] parameters must be the same on all ranks, or DistTensors; '", slot.name(),
+          "' is an ordinary tensor of each process group (plan.groups), and would be kept of one "
+          "only. Make it a DistTensor, of which each process group has a part");
+  }
 }
 
 WorkPtr ShardedState::stop_reading() {

@@ -123,8 +123,8 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   const std::vector<std::string>& parameter_names() const { return parameter_names_; }
   PassEnds& ends() { return ends_; }
   const ShardPlan& plan() const { return plan_; }
-  /// Throws `c10::NotImplementedError` if ranks have parameters of their own, as `what` would keep
-  /// those of one rank only.
+  /// Throws `c10::NotImplementedError` if ranks have ordinary parameters of their own, or of
+  /// process groups of their own, as `what` would keep those of one rank only.
   void check_replicated(const char* what) const;
   const ShardMesh& mesh() const { return context_.mesh; }
   /// The ranks that the model is sharded over.
@@ -151,7 +151,6 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   std::vector<std::string> parameter_names_;
   ModelBuffers buffers_;
   UnitContext context_;
-  UnitContext own_context_;  // of parameters that differ between ranks
   std::vector<std::unique_ptr<Unit>> units_;
   std::unique_ptr<Residency> residency_;
   PassEnds ends_;

@@ -93,6 +93,10 @@ class Training {
     TORCH_CHECK_NOT_IMPLEMENTED(!state_.plan().outer,
                                 "[join] replicas that are averaged (plan.outer) must make the same "
                                 "number of steps: give all of them equally many batches");
+    TORCH_CHECK_NOT_IMPLEMENTED(state_.plan().groups.empty(),
+                                "[join] plan.groups is for models whose forwards are collective, "
+                                "in which a rank that is done would not take part: give all ranks "
+                                "equally many batches");
     for (const auto& unit : state_.units()) {
       TORCH_CHECK_NOT_IMPLEMENTED(!unit->frees(),
                                   "[join] parameters must stay whole between uses; those of ",

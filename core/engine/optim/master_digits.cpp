@@ -29,7 +29,7 @@ namespace {
 at::Tensor whole_master(const Unit& unit) {
   const UnitLayout& layout = unit.layout();
   const at::Tensor own = unit.updated().to(layout.device);
-  ProcessGroup& process_group = unit.context().mesh.shard();
+  ProcessGroup& process_group = unit.mesh().shard();
   if (layout.level == ShardLevel::kNone || process_group.size() == 1) return own;
   const at::Tensor whole = at::empty({layout.numel()}, own.options());
   const auto work =

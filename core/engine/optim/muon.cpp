@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "engine/optim/cpu_adam_step.h"
+#include "engine/optim/muon_step.h"
 #include "engine/unit/placement.h"
 
 namespace tessera {
@@ -90,31 +91,10 @@ MuonParamState& muon_state_of(torch::optim::Optimizer& optimizer, const at::Tens
   return state;
 }
 
-// Returns a matrix with the singular vectors of `update`, whose singular values are near 1.
-at::Tensor orthogonalized(const at::Tensor& update, const MuonOptions& options) {
-  const auto [a, b, c] = options.ns_coefficients();
-  const bool is_tall = update.size(0) > update.size(1);
-  at::Tensor x = update.to(at::kBFloat16, /*non_blocking=*/false, /*copy=*/true);
-  if (is_tall) x = x.t();
-  x.div_(x.norm().clamp_min(options.eps()));  // no singular value is above 1
-  for (int64_t i = 0; i < options.ns_steps(); ++i) {
-    const at::Tensor gram = at::mm(x, x.t());
-    x = at::addmm(x, at::addmm(gram, gram, gram, b, c), x, a);
-  }
-  return is_tall ? x.t() : x;
-}
-
 void step_matrix(const MuonOptions& options, const at::Tensor& param, const at::Tensor& grad,
                  const at::Tensor& buffer) {
-  buffer.lerp_(grad, 1 - options.momentum());
-  const at::Tensor update = options.nesterov() ? grad.lerp(buffer, options.momentum()) : buffer;
-  const auto rows = static_cast<double>(param.size(0)),
-             columns = static_cast<double>(param.size(1));
-  const double rate = options.match_rms_adamw() ? 0.2 * std::sqrt(std::max(rows, columns))
-                                                : std::sqrt(std::max(1.0, rows / columns));
-  const at::Tensor direction = orthogonalized(update, options);
-  param.mul_(1 - options.lr() * options.weight_decay());
-  param.add_(direction, -options.lr() * rate);
+  muon_descend(options, param.size(0), param.size(1), param,
+               orthogonalized(muon_update(options, grad, buffer), options));
 }
 
 void check_gradients(const OptimizerParamGroup& group) {
@@ -129,7 +109,52 @@ void check_gradients(const OptimizerParamGroup& group) {
   }
 }
 
-void step_group(Muon& optimizer, const OptimizerParamGroup& group) {
+bool takes_muon(const std::string& name, const at::Tensor& param,
+                const std::vector<std::string>& exceptions) {
+  if (param.dim() != 2 && param.dim() != 3) return false;
+  return std::ranges::none_of(exceptions, [&](auto& it) { return fits_pattern(it, name); });
+}
+
+}  // namespace
+
+at::Tensor muon_update(const MuonOptions& options, const at::Tensor& grad,
+                       const at::Tensor& buffer) {
+  buffer.lerp_(grad, 1 - options.momentum());
+  return options.nesterov() ? grad.lerp(buffer, options.momentum()) : buffer;
+}
+
+at::Tensor orthogonalized(const at::Tensor& update, const MuonOptions& options) {
+  const auto [a, b, c] = options.ns_coefficients();
+  const bool is_tall = update.size(0) > update.size(1);
+  at::Tensor x = update.to(at::kBFloat16, /*non_blocking=*/false, /*copy=*/true);
+  if (is_tall) x = x.t();
+  x.div_(x.norm().clamp_min(options.eps()));  // no singular value is above 1
+  for (int64_t i = 0; i < options.ns_steps(); ++i) {
+    const at::Tensor gram = at::mm(x, x.t());
+    x = at::addmm(x, at::addmm(gram, gram, gram, b, c), x, a);
+  }
+  return is_tall ? x.t() : x;
+}
+
+void muon_descend(const MuonOptions& options, int64_t rows, int64_t columns,
+                  const at::Tensor& param, const at::Tensor& direction) {
+  const auto m = static_cast<double>(rows), n = static_cast<double>(columns);
+  const double rate =
+      options.match_rms_adamw() ? 0.2 * std::sqrt(std::max(m, n)) : std::sqrt(std::max(1.0, m / n));
+  param.mul_(1 - options.lr() * options.weight_decay());
+  param.add_(direction, -options.lr() * rate);
+}
+
+at::Tensor muon_buffer(Muon& optimizer, const at::Tensor& param) {
+  return muon_state_of(optimizer, param, /*adamw=*/false).momentum_buffer();
+}
+
+void check_muon_gradients(const Muon& optimizer) {
+  for (const OptimizerParamGroup& group : optimizer.param_groups()) check_gradients(group);
+}
+
+void step_muon_group(Muon& optimizer, const OptimizerParamGroup& group,
+                     const std::vector<at::Tensor>& others) {
   const auto& options = static_cast<const MuonOptions&>(group.options());
   const CPUAdamOptions adamw = CPUAdamOptions(options.lr())
                                    .betas(options.betas())
@@ -137,7 +162,9 @@ void step_group(Muon& optimizer, const OptimizerParamGroup& group) {
                                    .weight_decay(options.weight_decay());
   std::vector<AdamParam> elsewhere;
   for (const at::Tensor& param : group.params()) {
-    if (!param.grad().defined() || param.numel() == 0) continue;
+    const bool is_other =
+        std::ranges::any_of(others, [&](auto& other) { return other.is_same(param); });
+    if (is_other || !param.grad().defined() || param.numel() == 0) continue;
     MuonParamState& state = muon_state_of(optimizer, param, options.adamw());
     if (options.adamw()) {
       state.step(state.step() + 1);
@@ -156,14 +183,6 @@ void step_group(Muon& optimizer, const OptimizerParamGroup& group) {
   }
   if (!elsewhere.empty()) step_by_operators(adamw, elsewhere);
 }
-
-bool takes_muon(const std::string& name, const at::Tensor& param,
-                const std::vector<std::string>& exceptions) {
-  if (param.dim() != 2 && param.dim() != 3) return false;
-  return std::ranges::none_of(exceptions, [&](auto& it) { return fits_pattern(it, name); });
-}
-
-}  // namespace
 
 MuonOptions::MuonOptions(double lr) : lr_(lr) {}
 double MuonOptions::get_lr() const { return lr(); }
@@ -229,9 +248,7 @@ at::Tensor Muon::step(LossClosure closure) {
     at::AutoGradMode enable_grad(true);
     loss = closure();
   }
-  at::NoGradGuard no_grad;
-  for (const OptimizerParamGroup& group : param_groups()) check_gradients(group);
-  for (const OptimizerParamGroup& group : param_groups()) step_group(*this, group);
+  step_muon(*this, {});
   return loss;
 }
 

@@ -28,8 +28,8 @@ void check_class(const char* function, const torch::optim::Optimizer& optimizer)
 bool steps_elementwise(const torch::optim::Optimizer& optimizer);
 bool steps_elementwise(const torch::optim::Optimizer& optimizer, size_t param_group);
 
-/// Returns true if the optimizer is known to step parameters of three dims as stacks of matrices,
-/// each by itself.
+/// Returns true if the optimizer steps matrices, and stacks of them, that are cut: see
+/// `step_muon()`.
 bool steps_matrices(const torch::optim::Optimizer& optimizer);
 
 /// Returns the end of an error about parameters that are cut for an optimizer that is not known to

@@ -107,9 +107,12 @@ void check_none_cut(const ShardedState& state, const torch::optim::Optimizer& op
       const auto place = state.find(param);
       if (!place) continue;  // adopted before
       const ParamSlot& slot = state.slot(*place);
-      const bool is_stack = slot.cut == Cut::kRows && slot.sizes.size() == 3;
-      const bool is_whole = slot.cut == Cut::kWhole || (is_stack && steps_matrices(optimizer));
-      TORCH_CHECK_NOT_IMPLEMENTED(is_whole && !slot.dist,
+      const bool is_stepped = slot.cut == Cut::kWhole || steps_matrices(optimizer);
+      TORCH_CHECK_NOT_IMPLEMENTED(!slot.dist,
+                                  "[ShardedOptimizer] the optimizer must be "
+                                  "elementwise for parameters that are DistTensors, such as '",
+                                  slot.name(), "', of which each rank has a part only");
+      TORCH_CHECK_NOT_IMPLEMENTED(is_stepped,
                                   "[ShardedOptimizer] the optimizer must be elementwise, as ranks "
                                   "step parts of parameters ('",
                                   slot.name(), "' is cut); ", ways_out_of_cuts(optimizer));
@@ -124,6 +127,10 @@ const Segment* find_held(const std::vector<Segment>& segments, const at::Tensor&
 }
 
 }  // namespace
+
+bool keeps_matrices(const ParamSlot& slot) {
+  return slot.cut == Cut::kWhole || (slot.cut == Cut::kRows && slot.sizes.size() == 3);
+}
 
 at::Tensor cut_segment(const ParamSlot& slot, const Segment& segment, const at::Tensor& whole) {
   return flat_in_order(whole, slot.strides)

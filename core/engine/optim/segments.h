@@ -23,6 +23,9 @@ struct Segment {
   at::Tensor digits;           ///< of master weights, to be restored; usually undefined
 };
 
+/// Returns true if the matrix, or each matrix of a stack, is whole on one rank, in its own shape.
+bool keeps_matrices(const ParamSlot& slot);
+
 /// Returns a copy of the segment's elements of `whole`, a tensor of the parameter's shape, in the
 /// segment's shape. This rank must have the segment.
 at::Tensor cut_segment(const ParamSlot& slot, const Segment& segment, const at::Tensor& whole);

@@ -19,6 +19,8 @@
 #include "engine/optim/joined_training.h"
 #include "engine/optim/kept_units.h"
 #include "engine/optim/master_digits.h"
+#include "engine/optim/muon_step.h"
+#include "engine/optim/optimizer_parameters.h"
 #include "engine/optim/outer_steps.h"
 #include "engine/optim/param_state.h"
 #include "engine/optim/part_state.h"
@@ -36,6 +38,7 @@ struct ShardedOptimizer::Impl {
   ShardedOptimizerOptions options;
   bool fuses = options.fused;
   std::vector<Segment> segments = {};
+  ShardMesh alone{single_process_group(), nullptr};
   int64_t steps = 0;
   std::shared_ptr<ShardedState> used = module.state();  // null after unwrap()
   // Null: the plan has none.
@@ -65,7 +68,9 @@ struct ShardedOptimizer::Impl {
   void offload_state();
   RoundedParams rounded_params(const std::vector<const Segment*>& live);
   std::vector<std::vector<const Segment*>> live_segments(std::vector<bool>& changed);
-  void run(const std::vector<const Segment*>& live, const std::vector<at::Tensor>& gradients);
+  std::vector<CutMatrix> cut_matrices(std::optional<size_t> unit);
+  void run(const std::vector<const Segment*>& live, const std::vector<at::Tensor>& gradients,
+           std::optional<size_t> unit = std::nullopt);
   std::vector<bool> step(const WorkPtr& stopped_reading);
   void step_with_others();
   void skip_step();
@@ -153,9 +158,39 @@ void ShardedOptimizer::Impl::tell(MemoryEvent event) {
   watch.tell(event);
 }
 
-// Steps the optimizer on these segments only, with `gradients` as `.grad`.
+// Returns the matrices that are to be stepped of which ranks have parts, of one unit or of all: the
+// same on all ranks.
+std::vector<CutMatrix> ShardedOptimizer::Impl::cut_matrices(std::optional<size_t> unit) {
+  std::vector<CutMatrix> matrices;
+  for (const Segment& segment : segments) {
+    const ParamSlot& slot = state().slot(segment.place);
+    if ((unit && *unit != segment.place.unit) || keeps_matrices(slot) ||
+        steps_elementwise(*optimizer, segment.param_group) ||
+        !state().reducer().gradients()[segment.place.unit]->is_live(segment.place.slot))
+      continue;
+    const Unit& own = *state().units()[segment.place.unit];
+    const UnitLayout& layout = own.layout();
+    CutMatrix matrix{.slot = &slot,
+                     .ranks = &own.mesh(),
+                     .param_group = segment.param_group,
+                     .device = own.updated().device(),
+                     .part = segment.tensor};
+    for (const int64_t bound : layout.bounds)
+      matrix.bounds.push_back(overlap(slot, bound, bound).first - slot.offset);
+    if (layout.level == ShardLevel::kNone) {  // each rank has all, and steps it alone
+      matrix.ranks = &alone;
+      matrix.bounds = {0, slot.numel};
+    }
+    matrices.push_back(std::move(matrix));
+  }
+  return matrices;
+}
+
+// Steps the optimizer on these segments only, with `gradients` as `.grad`; they are those of a
+// `unit`, or all.
 void ShardedOptimizer::Impl::run(const std::vector<const Segment*>& live,
-                                 const std::vector<at::Tensor>& gradients) {
+                                 const std::vector<at::Tensor>& gradients,
+                                 std::optional<size_t> unit) {
   OpenGates gates;
   for (size_t i = 0; i < live.size(); ++i) {
     const at::Tensor &tensor = live[i]->tensor, &grad = gradients[i];
@@ -164,6 +199,8 @@ void ShardedOptimizer::Impl::run(const std::vector<const Segment*>& live,
   }
   if (steps_rounding()) {
     step_cpu_adam(static_cast<CPUAdam&>(*optimizer), rounded_params(live));
+  } else if (steps_matrices(*optimizer)) {
+    step_muon(static_cast<Muon&>(*optimizer), cut_matrices(unit));
   } else if (!fuses || !fused_step(*optimizer)) {
     optimizer->step();
   }
@@ -213,9 +250,9 @@ std::vector<bool> ShardedOptimizer::Impl::step(const WorkPtr& stopped_reading) {
   if (!memory) run(live[0], gradients[0].take());
   for (const auto& unit : units) {
     const int index = unit->index();
-    if (memory && !live[index].empty()) {
-      ahead();
-      run(live[index], gradients[index].take());
+    if (memory && (!live[index].empty() || (changed[index] && steps_matrices(*optimizer)))) {
+      if (!live[index].empty()) ahead();
+      run(live[index], gradients[index].take(), index);
       for (const Segment* segment : live[index]) offload_state(*segment);
     }
     const bool is_published = steps_rounding() && publish_target(*unit).defined();

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <array>
+#include <set>
 #include <sstream>
 #include <string_view>
 #include <type_traits>
@@ -33,6 +34,11 @@ std::string text_of(const std::optional<OuterStep>& outer) {
   if (!outer) return "none";
   return fmt::format("every {}, learning_rate {}, momentum {}, nesterov {}", outer->every,
                      outer->learning_rate, outer->momentum, outer->nesterov);
+}
+std::string text_of(const std::vector<GroupRule>& rules) {
+  std::vector<std::string> texts;
+  for (const GroupRule& rule : rules) texts.push_back("'" + rule.names + "'");
+  return fmt::format("[{}]", fmt::join(texts, ", "));
 }
 std::string text_of(const std::vector<CutRule>& rules) {
   std::vector<std::string> texts;
@@ -73,15 +79,17 @@ std::vector<std::string> describe(const std::vector<ParamSlot>& params, const Sh
                                 c10::DeviceTypeName(param.device.type(), /*lower_case=*/true),
                                 param.requires_grad ? "" : ", frozen"));
     if (param.dist) lines.back() += ", placed " + to_string(param.dist->spec->placements);
+    if (param.dist && param.group > 0)  // units must be cut alike on all ranks
+      lines.back() += fmt::format(" in parts of [{}]", fmt::join(param.sizes, ", "));
   }
   return lines;
 }
 
-// One line per DistTensor: the part of it that this rank holds.
-std::vector<std::string> describe_parts(const std::vector<ParamSlot>& params) {
+// One line per DistTensor of a group: the part of it that this rank holds.
+std::vector<std::string> describe_parts(const std::vector<ParamSlot>& params, int group) {
   std::vector<std::string> lines;
   for (const ParamSlot& param : params) {
-    if (!param.dist) continue;
+    if (!param.dist || param.group != group) continue;
     const DistSpec& spec = *param.dist->spec;
     std::string place;
     for (int64_t dim = 0; dim < spec.mesh.ndim(); ++dim) {
@@ -147,11 +155,55 @@ std::string hash_of(const at::Tensor& tensor) {
   return fmt::format("{:016x}", std::hash<std::string_view>()(bytes));
 }
 
+namespace {
+
+// Throws on every rank unless the ranks of `mesh` form process groups of one size for each rule,
+// whose ranks hold the same parts of DistTensors.
+void check_groups(const ShardMesh& mesh, const std::vector<ParamSlot>& params,
+                  const ShardPlan& plan) {
+  const CollectiveTag tag{"check of plan.groups", Channel::kControl};
+  for (size_t i = 0; i < plan.groups.size(); ++i) {
+    const GroupRule& rule = plan.groups[i];
+    check_same_lines(mesh, {fmt::format("{} ranks", rule.process_group->size())},
+                     fmt::format("[fully_shard] plan.groups: the process groups of '{}' must have "
+                                 "one size",
+                                 rule.names));
+    // Those of each rank, by their numbers in the mesh.
+    const std::string own = fmt::format(
+        "{}",
+        fmt::join(all_gather_bytes(*rule.process_group, std::to_string(mesh.rank()), tag), " "));
+    const auto all = mesh.all_gather_bytes(own, tag);
+    std::set<size_t> members;
+    std::istringstream stream(own);
+    for (size_t rank = 0; stream >> rank;)
+      if (rank < all.size() && all[rank] == own) members.insert(rank);
+    check_on_all_ranks(mesh, [&] {
+      TORCH_CHECK_VALUE(
+          std::ssize(members) == rule.process_group->size() && members.contains(mesh.rank()),
+          "[fully_shard] plan.groups: the process group of '", rule.names,
+          "' must be a part of the ranks that train the model, the same for all of its ranks; got "
+          "one of ranks ",
+          own, " of ", all.size());
+    });
+    const std::string difference =
+        first_difference(ShardMesh(rule.process_group, nullptr),
+                         describe_parts(params, static_cast<int>(i) + 1), tag);
+    check_on_all_ranks(mesh, [&] {
+      TORCH_CHECK_VALUE(difference.empty(),
+                        "[fully_shard] plan.groups: all ranks of the process group of '",
+                        rule.names, "' must hold the same parts of DistTensors; ", difference);
+    });
+  }
+}
+
+}  // namespace
+
 void check_same_model(const ShardMesh& mesh, const std::vector<ParamSlot>& params,
                       const ShardPlan& plan) {
   check_same_lines(mesh, describe(params, plan),
                    "[fully_shard] the models and plans must be the same on all ranks");
-  const std::vector<std::string> parts = describe_parts(params);
+  check_groups(mesh, params, plan);
+  const std::vector<std::string> parts = describe_parts(params, 0);
   if (parts.empty()) return;
   check_same_lines(
       mesh, parts,

@@ -17,10 +17,10 @@ at::Tensor Unit::collect_values(bool broadcast) const {
       at::empty({layout_.numel()}, layout_.options().dtype(layout_.master_dtype));
   values.zero_();  // the padding must have a value, too
   for (const ParamSlot& slot : layout_.slots) {
-    if (broadcast && context_.mesh.rank() != 0) break;
+    if (broadcast && mesh().rank() != 0) break;
     read_into(slot.local(), view_param(slot, values));
   }
-  if (broadcast) context_.mesh.broadcast(values, {layout_.name, Channel::kControl});
+  if (broadcast) mesh().broadcast(values, {layout_.name, Channel::kControl});
   return values;
 }
 

@@ -127,15 +127,15 @@ std::vector<UnitMembers> pack(const std::vector<ParamSlot>& params, const ShardP
   const bool any_whole =
       std::ranges::any_of(params, [](auto& param) { return param.cut == Cut::kWhole; });
   const int64_t tiny_nbytes = plan.unit_bytes.value() / kNearlyNothing;
-  std::map<std::tuple<at::ScalarType, at::ScalarType, int, int, bool, bool, ShardLevel, int, bool>,
+  std::map<std::tuple<at::ScalarType, at::ScalarType, int, int, bool, int, ShardLevel, int, bool>,
            size_t>
       open;
   for (size_t i = 0; i < params.size(); ++i) {
     const ParamSlot& param = params[i];
     const auto key =
         std::make_tuple(param.dtype, param.master_dtype, static_cast<int>(param.device.type()),
-                        static_cast<int>(param.device.index()), param.requires_grad,
-                        param.is_replicated, levels[i], user_unit[i],
+                        static_cast<int>(param.device.index()), param.requires_grad, param.group,
+                        levels[i], user_unit[i],
                         any_whole && user_unit[i] < 0 && param.cut != Cut::kWhole &&
                             nbytes_of(param) > tiny_nbytes);
     const auto it = open.find(key);
@@ -196,7 +196,7 @@ UnitLayout start_unit(const ParamSlot& param, ShardLevel level, const ShardPlan&
                   .reduce_dtype = param.dtype,
                   .gather_dtype = param.dtype,
                   .device = param.device,
-                  .is_replicated = param.is_replicated};
+                  .group = param.group};
   if (c10::isFloatingType(unit.dtype)) choose_message_dtypes(unit, param.requires_grad, plan);
   return unit;
 }
@@ -247,24 +247,26 @@ at::Tensor flat_in_order(const at::Tensor& tensor, at::IntArrayRef strides) {
 std::vector<UnitLayout> lay_out(std::vector<ParamSlot> params, const ShardPlan& plan,
                                 int world_size) {
   const std::set<std::string> whole(plan.whole.begin(), plan.whole.end());
-  const std::set<std::string> own(plan.unreplicated.begin(), plan.unreplicated.end());
   check_known(params, "whole", whole);
-  check_known(params, "unreplicated", own);
   std::vector<ShardLevel> levels;
   for (ParamSlot& param : params) {
     choose_dtypes(param, plan.precision);
-    param.is_replicated = !has_name_in(param, own);
     const bool keep = plan.level == ShardLevel::kParameters && stays_whole(param, plan, whole);
-    levels.push_back(!param.is_replicated ? ShardLevel::kNone
-                     : keep               ? ShardLevel::kGradients
-                                          : plan.level);
+    levels.push_back(param.group == kOwnGroup ? ShardLevel::kNone
+                     : keep                   ? ShardLevel::kGradients
+                                              : plan.level);
   }
   choose_cuts(params, plan);
   const std::vector<UnitMembers> members = pack(params, plan, levels);
-  const std::vector<int> owners = choose_owners(params, plan, world_size);
+  std::map<int, std::vector<int64_t>> loads = {{0, std::vector<int64_t>(world_size)},
+                                               {kOwnGroup, {0}}};
+  for (size_t i = 0; i < plan.groups.size(); ++i)
+    loads[static_cast<int>(i) + 1].resize(plan.groups[i].process_group->size());
+  std::map<int, int> sizes;
+  for (const auto& [group, ranks] : loads) sizes[group] = static_cast<int>(ranks.size());
+  const std::vector<int> owners = choose_owners(params, plan, sizes);
 
   std::vector<UnitLayout> units;
-  std::vector<int64_t> loads(world_size, 0), alone{0};
   for (const UnitMembers& member : members) {
     const size_t first = member.params.front();
     UnitLayout unit = start_unit(params[first], levels[first], plan);
@@ -274,7 +276,7 @@ std::vector<UnitLayout> lay_out(std::vector<ParamSlot> params, const ShardPlan& 
       unit.slots.push_back(std::move(params[i]));
       owners_here.push_back(owners[i]);
     }
-    place(unit, owners_here, unit.is_replicated ? loads : alone);
+    place(unit, owners_here, loads[unit.group]);
     cut_chunks(unit);
     units.push_back(std::move(unit));
   }

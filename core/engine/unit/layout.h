@@ -15,6 +15,8 @@
 
 namespace tessera {
 
+inline constexpr int kOwnGroup = -1;
+
 /// The global view of a parameter that is a DistTensor, of which a unit holds this rank's part.
 struct DistSlot {
   DistSpecPtr spec;
@@ -40,7 +42,7 @@ struct ParamSlot {
   at::ScalarType thawed_dtype = at::kFloat;  ///< the same, once it is trained
   at::Device device = at::kCPU;
   bool requires_grad = true;
-  bool is_replicated = true;  ///< false: each rank has its own
+  int group = 0;  ///< the ranks that share it: see `UnitLayout::group`
   Cut cut = Cut::kAnywhere;
   int64_t block = 1;   ///< elements that stay together, from the start
   int64_t offset = 0;  ///< elements from the start of the unit's flat buffer
@@ -77,12 +79,14 @@ struct UnitLayout {
   Encoding reduce_encoding = Encoding::kPlain;  ///< of gradients in messages
   bool error_feedback = false;                  ///< for what that loses
   at::Device device = at::kCPU;
-  /// False: each rank has parameters of its own, alone in a world of one.
-  bool is_replicated = true;
+  /// The ranks that share the parameters: 0, those of the model; i + 1, those of `plan.groups[i]`;
+  /// `kOwnGroup`, none: each rank has its own, alone in a world of one.
+  int group = 0;
   std::vector<ParamSlot> slots;   ///< ascending offsets
   std::vector<int64_t> bounds;    ///< rank r owns elements [bounds[r], bounds[r + 1])
   std::vector<GradChunk> chunks;  ///< ascending
 
+  bool is_replicated() const { return group != kOwnGroup; }
   int64_t numel() const { return bounds.back(); }
   int64_t shard_numel(int rank) const { return bounds[rank + 1] - bounds[rank]; }
   bool rounds() const { return gather_dtype != dtype || quantizes(); }
@@ -141,7 +145,8 @@ std::vector<ParamSlot> collect_parameters(const std::vector<NamedTensor>& named_
 void check_own_memory(const std::vector<ParamSlot>& params, const char* kind,
                       const std::vector<NamedTensor>& others);
 
-/// Cuts the parameters into units and lays each unit out for `world_size` ranks.
+/// Cuts the parameters into units and lays each unit out for the ranks that share it: `world_size`
+/// share the model. See also `choose_groups()`.
 std::vector<UnitLayout> lay_out(std::vector<ParamSlot> params, const ShardPlan& plan,
                                 int world_size);
 

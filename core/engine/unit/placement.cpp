@@ -3,9 +3,11 @@
 #include <ATen/TensorGeometry.h>
 #include <ATen/ops/as_strided.h>
 #include <c10/util/Exception.h>
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 #include <ranges>
 #include <string_view>
 #include <utility>
@@ -42,9 +44,37 @@ int64_t alignment_of(at::ScalarType dtype) {
   return std::max<int64_t>(1, kAlignBytes / static_cast<int64_t>(c10::elementSize(dtype)));
 }
 
+bool fits(const GroupRule& rule, const ParamSlot& param) {
+  return std::ranges::any_of(param.names, [&](auto& it) { return fits_pattern(rule.names, it); });
+}
 bool fits(const CutRule& rule, const ParamSlot& param) {
   if (static_cast<int64_t>(param.sizes.size()) < rule.min_dim) return false;
   return std::ranges::any_of(param.names, [&](auto& it) { return fits_pattern(rule.names, it); });
+}
+std::string dims_text(const GroupRule& /*rule*/) { return ""; }
+std::string dims_text(const CutRule& rule) {
+  return fmt::format(" of at least {} dims", rule.min_dim);
+}
+
+// Calls `apply` with each parameter that a rule fits, and the number of the first such rule. Throws
+// for a rule that fits none.
+template <class Rule, class Apply>
+void apply_first(const char* member, const std::vector<Rule>& rules, std::vector<ParamSlot>& params,
+                 Apply&& apply) {
+  std::vector<bool> used(rules.size(), false);
+  for (ParamSlot& param : params) {
+    std::optional<size_t> first;
+    for (size_t i = 0; i < rules.size(); ++i) {
+      if (!fits(rules[i], param)) continue;
+      used[i] = true;
+      if (!first) first = i;
+    }
+    if (first) apply(param, *first);
+  }
+  for (size_t i = 0; i < rules.size(); ++i)
+    TORCH_CHECK_VALUE(used[i], "[fully_shard] plan.", member, ": '", rules[i].names,
+                      "' fits no parameter", dims_text(rules[i]), "; the first one is '",
+                      params.front().name(), "'");
 }
 
 int64_t row_numel(const ParamSlot& param) {
@@ -200,31 +230,36 @@ void check_known(const std::vector<ParamSlot>& params, const char* member,
                     names.empty() ? "" : *names.begin(), "', which the model does not have");
 }
 
-void choose_cuts(std::vector<ParamSlot>& params, const ShardPlan& plan) {
-  std::vector<bool> used(plan.cuts.size(), false);
+void choose_groups(std::vector<ParamSlot>& params, const ShardPlan& plan) {
+  const std::set<std::string> own(plan.unreplicated.begin(), plan.unreplicated.end());
+  check_known(params, "unreplicated", own);
   for (ParamSlot& param : params) {
-    param.cut = plan.partition == Partition::kWholeParam ? Cut::kWhole : Cut::kAnywhere;
-    const CutRule* first = nullptr;
-    for (size_t i = 0; i < plan.cuts.size(); ++i) {
-      if (!fits(plan.cuts[i], param)) continue;
-      used[i] = true;
-      if (!first) first = &plan.cuts[i];
-    }
-    if (first) apply(*first, param);
+    if (std::ranges::any_of(param.names, [&](auto& name) { return own.contains(name); }))
+      param.group = kOwnGroup;
   }
-  for (size_t i = 0; i < plan.cuts.size(); ++i)
-    TORCH_CHECK_VALUE(used[i], "[fully_shard] plan.cuts: '", plan.cuts[i].names,
-                      "' fits no parameter of at least ", plan.cuts[i].min_dim,
-                      " dims; the first one is '", params.front().name(), "'");
+  apply_first("groups", plan.groups, params, [&](ParamSlot& param, size_t rule) {
+    TORCH_CHECK_VALUE(param.group == 0, "[fully_shard] '", param.name(),
+                      "' is each rank's own (plan.unreplicated), and fits a rule of plan.groups");
+    param.group = static_cast<int>(rule) + 1;
+  });
+}
+
+void choose_cuts(std::vector<ParamSlot>& params, const ShardPlan& plan) {
+  for (ParamSlot& param : params)
+    param.cut = plan.partition == Partition::kWholeParam ? Cut::kWhole : Cut::kAnywhere;
+  apply_first("cuts", plan.cuts, params,
+              [&](ParamSlot& param, size_t rule) { apply(plan.cuts[rule], param); });
 }
 
 std::vector<int> choose_owners(const std::vector<ParamSlot>& params, const ShardPlan& plan,
-                               int world_size) {
+                               const std::map<int, int>& sizes) {
   const auto names = std::views::keys(plan.owners);
   check_known(params, "owners", {names.begin(), names.end()});
-  LeastLoaded ranks(world_size);
+  std::map<int, LeastLoaded> loads;
   std::vector<int> owners;
   for (const ParamSlot& param : params) {
+    const int world_size = sizes.at(param.group);
+    LeastLoaded& ranks = loads.try_emplace(param.group, world_size).first->second;
     int owner = ranks.next();
     for (const std::string& name : param.names) {
       const auto it = plan.owners.find(name);
@@ -237,9 +272,8 @@ std::vector<int> choose_owners(const std::vector<ParamSlot>& params, const Shard
                         "', which may be cut over all ranks: whole parameters alone have owners "
                         "(Partition::kWholeParam, or Cut::kWhole)");
     }
-    owners.push_back(param.is_replicated ? owner : 0);  // one rank has it: the first of one
-    if (param.cut == Cut::kWhole && param.requires_grad && param.is_replicated)
-      ranks.add(owner, update_work(param, plan));
+    owners.push_back(owner);
+    if (param.cut == Cut::kWhole && param.requires_grad) ranks.add(owner, update_work(param, plan));
   }
   return owners;
 }

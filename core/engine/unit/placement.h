@@ -3,6 +3,7 @@
 #include <tessera/engine/shard_plan.h>
 
 #include <cstdint>
+#include <map>
 #include <set>
 #include <string>
 #include <string_view>
@@ -19,14 +20,18 @@ bool fits_pattern(std::string_view pattern, std::string_view name);
 void check_known(const std::vector<ParamSlot>& params, const char* member,
                  std::set<std::string> names);
 
+/// Sets the ranks that share each parameter, by the plan. Throws for a rule that fits no parameter.
+void choose_groups(std::vector<ParamSlot>& params, const ShardPlan& plan);
+
 /// Sets where each parameter may be cut, by the plan's rules. Throws for rules that can't be
 /// honoured.
 void choose_cuts(std::vector<ParamSlot>& params, const ShardPlan& plan);
 
 /// Returns each whole parameter's owner: the plan's, or else the rank with the least work so far,
-/// the lowest of equals. For other parameters the number has no meaning.
+/// the lowest of equals. For other parameters the number has no meaning. `sizes`: the number of
+/// ranks of each group.
 std::vector<int> choose_owners(const std::vector<ParamSlot>& params, const ShardPlan& plan,
-                               int world_size);
+                               const std::map<int, int>& sizes);
 
 /// Sets the offsets of a unit's slots, which come in the order of registration, and the bounds of
 /// ranks; may reorder the slots. `owners`: of the slots. `loads`: the elements of each rank in the

@@ -38,7 +38,7 @@ Unit::Unit(UnitLayout layout, int index, UnitContext& context, UseListener& list
       views_(*this, layout_) {}
 
 void Unit::show() const {
-  const int ranks = context_.mesh.shard().size();
+  const int ranks = mesh().shard().size();
   if (state_ == State::kUnsharded || ranks == 1) return views_.show(memory_->shown());
   if (!views_.any()) return;
   views_.show(at::Tensor(),
@@ -92,8 +92,8 @@ WorkPtr Unit::start_gather() const {
   if (is_shared() && layout_.dtype == at::kFloat && layout_.gather_dtype != layout_.dtype)
     encoding = rounding_encoding(layout_.gather_dtype);
   const std::string& name = write_.is_last ? write_.name : layout_.name;
-  return context_.mesh.shard().all_gather(gathered(), gather_source(), layout_.bounds,
-                                          {name, Channel::kParams}, encoding);
+  return mesh().shard().all_gather(gathered(), gather_source(), layout_.bounds,
+                                   {name, Channel::kParams}, encoding);
 }
 
 // Waits until the host may change the values of an offloaded master copy.
@@ -156,7 +156,7 @@ int64_t Unit::gathered_nbytes() const {
 }
 
 void Unit::unshard() {
-  if (context_.mesh.shard().size() == 1) {
+  if (mesh().shard().size() == 1) {
     state_ = State::kUnsharded;
     return;
   }
@@ -217,7 +217,7 @@ void Unit::reshard() {
   if (was_there) context_.watch.tell(MemoryEvent::kUnitFreed, layout_.name);
   if (context_.offload && frees()) context_.offload->rest();
   // A raw read of old values would be as wrong as one of freed memory.
-  if (context_.mesh.shard().size() > 1) show();
+  if (mesh().shard().size() > 1) show();
 }
 
 void Unit::begin_write() {

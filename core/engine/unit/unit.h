@@ -25,8 +25,10 @@ class Progress;
 
 /// State shared by all units of a model.
 struct UnitContext {
-  ShardMesh mesh;
-  std::shared_ptr<StateMemory> offload;  ///< null: nothing is offloaded
+  ShardMesh mesh;                                  ///< the ranks that train the model
+  std::vector<ShardMesh> groups;                   ///< those of `ShardPlan::groups`
+  ShardMesh own{single_process_group(), nullptr};  ///< this rank alone
+  std::shared_ptr<StateMemory> offload;            ///< null: nothing is offloaded
   /// Of copies between offloaded state and devices.
   std::shared_ptr<SideStreams> copies = std::make_shared<SideStreams>();
   /// Gathers that this rank has begun over connections that do not compare them.
@@ -40,9 +42,13 @@ struct UnitContext {
   /// where the ranks of a host have one copy.
   int64_t unsharded_bytes = 0;
   int64_t peak_unsharded_bytes = 0;  ///< the most so far
-  /// One for all contexts of a model.
-  std::shared_ptr<MemoryWatch> shared_watch = std::make_shared<MemoryWatch>();
-  MemoryWatch& watch = *shared_watch;
+  MemoryWatch watch;
+
+  /// The ranks that share the parameters of a unit.
+  const ShardMesh& mesh_of(const UnitLayout& layout) const {
+    if (layout.group == kOwnGroup) return own;
+    return layout.group == 0 ? mesh : groups[layout.group - 1];
+  }
 };
 
 /// Listens to operators that use parameters of a model's units.
@@ -102,7 +108,7 @@ class Unit {
   /// With `kUpdated`, throws `c10::NotImplementedError` for a master copy of another dtype.
   void give_back(GivenValues which);
   /// True if the full parameters are here, or on their way, on all ranks.
-  bool is_whole() const { return state_ != State::kSharded || context_.mesh.shard().size() == 1; }
+  bool is_whole() const { return state_ != State::kSharded || mesh().shard().size() == 1; }
 
   /// Starts gathering the full parameters, in place if they are there. Collective.
   void unshard();
@@ -144,6 +150,8 @@ class Unit {
   const UnitLayout& layout() const { return layout_; }
   int index() const { return index_; }
   UnitContext& context() const { return context_; }
+  /// The ranks that share this unit.
+  const ShardMesh& mesh() const { return context_.mesh_of(layout_); }
   UseListener& listener() const { return listener_; }
   const std::string& label() const { return label_; }
   /// The full flat buffer. While the unit is sharded, it is undefined, or only the shard is valid.
@@ -178,7 +186,7 @@ class Unit {
     std::string name;      // `name_after_write()`; gathers in progress refer to it
   };
 
-  int rank() const { return context_.mesh.shard().rank(); }
+  int rank() const { return mesh().shard().rank(); }
   at::Tensor collect_values(bool broadcast) const;
   void keep_part_of(const at::Tensor& values);
   void keep_written(const at::Tensor& before, const at::Tensor& after);

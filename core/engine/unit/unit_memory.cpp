@@ -48,7 +48,7 @@ class HostSharedMemory final : public UnitMemory {
   // All ranks have been given the same values: each writes its shard.
   void adopt(const at::Tensor& full) override {
     const at::Tensor shared = view(buffer_.bytes);
-    const int rank = context_.mesh.shard().rank();
+    const int rank = context_.mesh_of(layout_).shard().rank();
     const int64_t begin = layout_.bounds[rank], numel = layout_.shard_numel(rank);
     shared.narrow(0, begin, numel).copy_(full.narrow(0, begin, numel));
     full_ = shared;
@@ -66,7 +66,10 @@ class HostSharedMemory final : public UnitMemory {
 
   // The others have read the old values when they have come as far as this.
   void wait_for_readers() override {
-    context_.mesh.shard().arrive({name_after_write(layout_), Channel::kControl})->wait();
+    context_.mesh_of(layout_)
+        .shard()
+        .arrive({name_after_write(layout_), Channel::kControl})
+        ->wait();
   }
 
  private:
@@ -98,13 +101,14 @@ void UnitMemory::count_gathered(bool is_gathered) {
 std::unique_ptr<UnitMemory> make_unit_memory(const UnitLayout& layout, UnitContext& context) {
   // Where nothing is sharded, all ranks write to everything.
   const bool may_share = layout.level != ShardLevel::kNone && computes_on_host(layout.device);
-  auto* const sharing = may_share ? capability<SharesMemory>(context.mesh.shard()) : nullptr;
+  auto* const sharing =
+      may_share ? capability<SharesMemory>(context.mesh_of(layout).shard()) : nullptr;
   if (sharing) {
     if (auto buffer = sharing->share(layout.nbytes(), {layout.name, Channel::kControl}))
       return std::make_unique<HostSharedMemory>(layout, context, *sharing, std::move(*buffer));
   }
   // Alone, a rank's shard is everything: there is nothing to free.
-  if (layout.level == ShardLevel::kParameters && context.mesh.shard().size() > 1)
+  if (layout.level == ShardLevel::kParameters && context.mesh_of(layout).shard().size() > 1)
     return std::make_unique<FreedMemory>(layout, context);
   return std::make_unique<UnitMemory>(layout, context);
 }

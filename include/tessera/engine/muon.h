@@ -65,10 +65,12 @@ struct TESSERA_API MuonParamState : torch::optim::OptimizerCloneableParamState<M
 /// dims is a stack of matrices. Param groups with `adamw` are stepped as by `CPUAdam`. State is
 /// Float, and Double for Double parameters.
 ///
-/// In a `ShardedOptimizer` matrices must be whole, and stacks whole or cut between matrices:
-/// `ShardPlan::cuts`, for which `muon_cuts()` has the rules. Each is then stepped by one rank, as
-/// in one process: a step sends what any optimizer's step sends, and the result does not depend on
-/// the number of ranks.
+/// In a `ShardedOptimizer` each matrix is orthogonalized by one rank, and the result does not
+/// depend on the number of ranks. A matrix that is cut between ranks costs messages: that rank gets
+/// the others' parts of the update, in bfloat16, and sends back their parts of the direction. For P
+/// elements on N ranks, each rank sends 4 P (N - 1) / N^2 bytes more than another optimizer would.
+/// Matrices that the plan keeps whole (`ShardPlan::cuts`, for which `muon_cuts()` has the rules)
+/// cost nothing, but if they are few, ranks have unequal parts.
 class TESSERA_API Muon : public torch::optim::Optimizer {
  public:
   /// Throws `c10::ValueError` for a negative rate, decay, momentum or epsilon, betas outside [0,

@@ -78,6 +78,7 @@ void visit_fields(Visit&& visit, Plans&... plans) {
   visit("owners", plans.owners...);
   visit("ignored", plans.ignored...);
   visit("unreplicated", plans.unreplicated...);
+  visit("groups", plans.groups...);
   visit("units", plans.units...);
   visit("whole_numel", plans.whole_numel...);
   visit("whole", plans.whole...);

@@ -3,6 +3,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 #include <tessera/comm/process_group.h>
+#include <tessera/engine/plan_rules.h>
 
 #include <cstdint>
 #include <map>
@@ -24,29 +25,6 @@ enum class ShardLevel : uint8_t {
 enum class Partition : uint8_t {
   kFlatEven,    ///< parameters are packed into one flat buffer, cut into equal shards
   kWholeParam,  ///< each parameter is owned by one rank, that with the fewest elements so far
-};
-
-/// Where a parameter may be cut between ranks.
-enum class Cut : uint8_t {
-  kAnywhere,  ///< between any two elements
-  kRows,      ///< between blocks of rows: indices of the first dim
-  kElements,  ///< between blocks of elements, in the order of memory
-  kWhole,     ///< nowhere: it is on one rank, its owner
-};
-
-/// Says where parameters may be cut.
-struct CutRule {
-  /// A parameter's name, or a pattern of names, in which `*` stands for any characters.
-  std::string names;
-  Cut cut = Cut::kWhole;
-  /// Rows or elements of a block that stays together, from the parameter's start; the last block
-  /// may be smaller. Several blocks stay together where a border between them would not be at a
-  /// multiple of 64 bytes.
-  int64_t size = 1;
-  /// The rule is for parameters of at least so many dims.
-  int64_t min_dim = 0;
-
-  bool operator==(const CutRule&) const = default;
 };
 
 /// Source of the parameters' values at wrap time; ranks may have made different ones.
@@ -159,6 +137,19 @@ struct ShardPlan {
   /// averaged. Names and shapes must be equal on all ranks. Not with `replicate_group` or
   /// `mesh_dim`; checkpoints and `full_state_dict()` refuse such models.
   std::vector<std::string> unreplicated;
+
+  /// Parameters that are sharded, and whose gradients are summed, over process groups of their own;
+  /// the first rule that fits counts. Their gradients are scaled like all others: with `average`,
+  /// by one over all the ranks that train the model. For each rule, the ranks that train the model
+  /// must form process groups of one size. Clipping counts the parameters of every process group
+  /// once.
+  ///
+  /// Parameters that are different in each process group should be DistTensors on a mesh of the
+  /// ranks that hold the parts (`Shard(0)` for stacked experts), of which each rank of a process
+  /// group has the same part: checkpoints and `full_state_dict()` then have the whole, once, and
+  /// load at other numbers of ranks. They refuse ordinary tensors, which are not known to be parts
+  /// of anything. Not with `outer`, `mesh_dim` or `join()`, nor with other DistTensors.
+  std::vector<GroupRule> groups;
 
   /// The user's own units, each a list of parameter names; other parameters are packed by size.
   std::vector<std::vector<std::string>> units;

@@ -1,5 +1,6 @@
 // Muon: its formula, and on shards the bits of one process.
 #include <gtest/gtest.h>
+#include <tessera/comm/process_group_decorators.h>
 #include <tessera/engine/muon.h>
 #include <tessera/tensor/dist_tensor.h>
 
@@ -187,17 +188,97 @@ TEST(Muon, RefusesGradientsBeforeItChangesAnything) {
   });
 }
 
-TEST(MuonPlan, MustLeaveMatricesWhole) {
-  run_world(2, [](World& world) {
-    for (const bool rows : {false, true}) {
-      const auto net = muon_run().make_net();
-      ShardPlan plan{.process_group = world.process_group()};
-      if (rows) plan.cuts = {{"*", Cut::kRows}};
-      auto sharded = fully_shard(net, plan);
-      const auto inner = muon_run().make_optimizer(*net);
-      expect_error([&] { ShardedOptimizer(sharded, *inner); },
-                   {"must be elementwise", "is cut", "Muon", "plan.cuts"});
+// Each matrix that is cut is made orthogonal by one rank.
+TEST_P(ShardedMuon, GivesTheBitsOfOneProcessOnMatricesThatAreCut) {
+  std::vector<ShardPlan> plans;
+  for (const ShardLevel level : {ShardLevel::kNone, ShardLevel::kOptimizerState,
+                                 ShardLevel::kGradients, ShardLevel::kParameters}) {
+    for (const auto& cuts : {std::vector<CutRule>{},
+                             {{"*", Cut::kRows, 3}},
+                             {{"experts", Cut::kElements, 7}, {"up*", Cut::kWhole}}})
+      plans.push_back({.level = level, .unit_bytes = 9000, .cuts = cuts});
+  }
+  plans.push_back({.unit_bytes = 0, .offload = Offload::kHost});
+  plans.push_back({.unit_bytes = 1 << 24, .bucket_bytes = 1 << 24});
+  for (const int ranks : {1, 2, 4})
+    expect_each_has(train_alone(muon_run(), ranks), muon_run(), ranks, cases_of(plans, 0),
+                    GetParam());
+}
+
+// A matrix in another order of memory, and stacks whose matrices don't lie one after another.
+TEST(MuonExchange, KeepsTheOrderOfMemory) {
+  const auto train = [](const ShardPlan* plan) {
+    const auto random = [generator = at::make_generator<at::CPUGeneratorImpl>(11)](
+                            at::IntArrayRef sizes) { return torch::randn(sizes, generator); };
+    std::vector<Tensor> params = {random({13, 6}).t(), random({5, 4, 3}).permute({2, 0, 1}),
+                                  random({3, 5, 4}), random({0, 4})};
+    for (Tensor& param : params) param.requires_grad_();
+    Muon inner(params, MuonOptions(0.1));
+    std::optional<ShardedModule> sharded;
+    std::optional<ShardedOptimizer> optimizer;
+    if (plan) {
+      std::vector<NamedTensor> tensors;
+      for (size_t i = 0; i < params.size(); ++i) tensors.push_back({std::to_string(i), params[i]});
+      sharded.emplace(fully_shard(tensors, {}, *plan));
+      optimizer.emplace(*sharded, inner);
     }
+    for (int step = 0; step < 3; ++step) {
+      plan ? optimizer->zero_grad() : inner.zero_grad();
+      Tensor loss = torch::zeros({});
+      for (const Tensor& param : params) {
+        const Tensor weight = random(param.sizes());
+        loss = loss + (param * param * weight).sum();
+      }
+      loss.backward();
+      if (plan)
+        optimizer->step();
+      else
+        inner.step();
+    }
+    std::vector<Tensor> values;
+    for (const Tensor& param : params) values.push_back(param.detach().clone());
+    return values;
+  };
+  const auto expected = train(nullptr);
+  for (const int ranks : {1, 2, 3}) {
+    run_world(ranks, [&](World& world) {
+      for (const int64_t unit_bytes : {0, 1 << 20}) {
+        const ShardPlan plan{.unit_bytes = unit_bytes, .process_group = world.process_group()};
+        const auto values = train(&plan);
+        for (size_t i = 0; i < values.size(); ++i)
+          EXPECT_TRUE(torch::equal(values[i], expected[i])) << i;
+      }
+    });
+  }
+}
+
+TEST(MuonExchange, SendsTheBytesOfTheFormula) {
+  run_world(4, [](World& world) {
+    const auto counted = counting_process_group(world.process_group());
+    torch::nn::Linear layer(torch::nn::LinearOptions(64, 64).bias(false));
+    auto sharded = fully_shard(layer, {.process_group = counted});
+    Muon inner(layer->parameters());
+    ShardedOptimizer optimizer(sharded, inner);
+    layer(torch::ones({2, 64})).sum().backward();
+    counted->reset_counts();
+    optimizer.step();
+    // The owner gets three quarters, and sends them back; the others send a quarter each.
+    const int64_t quarter = 2 * 64 * 16;
+    EXPECT_EQ(counted->counts().all_to_all.bytes_sent, world.rank() == 0 ? 3 * quarter : quarter);
+    EXPECT_EQ(counted->counts().all_to_all.calls, 2);
+  });
+}
+
+TEST(MuonExchange, RefusesPartsOfDistTensors) {
+  run_world(4, [](World& world) {
+    const auto mesh = DeviceMesh::over_world(world, {2, 2}, {"dp", "tp"});
+    torch::nn::Linear layer(8, 8);
+    distribute_(layer->weight, mesh.sub_mesh("tp"), {Shard{0}});
+    auto sharded = fully_shard(layer, {.process_group = mesh.process_group(0)});
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    groups.emplace_back(std::vector<Tensor>{layer->weight});
+    Muon inner(groups);
+    expect_error([&] { ShardedOptimizer(sharded, inner); }, {"'weight'", "DistTensor"});
   });
 }
 
