@@ -64,6 +64,16 @@ TEST(CaptureWatch, ParametersThatWereFrozenAtTheWrapAreWatched) {
   });
 }
 
+TEST(CaptureWatch, AnUnwrappedModelIsNoReasonToWarn) {
+  on_shardings([](World& world, Sharded<Mlp>& sharded) {
+    const auto net = sharded.ptr();
+    sharded.unwrap();
+    EXPECT_TRUE(warnings_of([&] {
+                  grad({net->forward(input(world)).sum()}, {net->fcs[1]->weight});
+                }).empty());
+  });
+}
+
 TEST(CaptureWatch, AGradientPenaltyIsNoReasonToWarn) {
   on_shardings([](World& world, Sharded<Mlp>& sharded) {
     const auto x = input(world);

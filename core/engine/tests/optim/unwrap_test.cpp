@@ -300,4 +300,20 @@ TEST(Unwrap, WorksForScriptedModules) {
   });
 }
 
+// A rank goes on from what it keeps unrounded, unless the user has written something else.
+TEST(Unwrap, GivesConvertedParametersTheValuesThatWereNotRounded) {
+  run_world(1, [](World&) {
+    for (const double factor : {1.0, 2.0}) {
+      torch::nn::Linear layer(5, 3);
+      const at::Tensor made = layer->weight.detach().clone();
+      auto sharded = fully_shard(layer, {.precision = {.gather_dtype = torch::kBFloat16}});
+      const at::Tensor seen = layer->weight.detach().clone();
+      EXPECT_FALSE(torch::equal(seen, made));
+      layer->weight.set_data(seen.to(torch::kDouble) * factor);
+      state_of(*layer)->give_back(GivenValues::kUpdated);
+      EXPECT_TRUE(torch::equal(layer->weight, (factor == 1 ? made : seen * 2).to(torch::kDouble)));
+    }
+  });
+}
+
 }  // namespace tessera::testing::unwrap_test
