@@ -109,10 +109,30 @@ void check_gradients(const OptimizerParamGroup& group) {
   }
 }
 
-bool takes_muon(const std::string& name, const at::Tensor& param,
-                const std::vector<std::string>& exceptions) {
-  if (param.dim() != 2 && param.dim() != 3) return false;
-  return std::ranges::none_of(exceptions, [&](auto& it) { return fits_pattern(it, name); });
+struct MuonParam {
+  std::string name;
+  at::Tensor param;
+  bool takes_muon;
+};
+
+// Returns each parameter once, by its first name; none of its names may be an exception.
+std::vector<MuonParam> list_params(const torch::nn::Module& module,
+                                   const std::vector<std::string>& exceptions) {
+  std::vector<MuonParam> params;
+  for (const auto& item : module.named_parameters()) {
+    const at::Tensor& param = item.value();
+    const bool takes_muon =
+        (param.dim() == 2 || param.dim() == 3) &&
+        std::ranges::none_of(exceptions, [&](auto& it) { return fits_pattern(it, item.key()); });
+    const auto known =
+        std::ranges::find_if(params, [&](auto& it) { return it.param.is_same(param); });
+    if (known == params.end()) {
+      params.push_back({item.key(), param, takes_muon});
+    } else {
+      known->takes_muon = known->takes_muon && takes_muon;
+    }
+  }
+  return params;
 }
 
 }  // namespace
@@ -263,8 +283,8 @@ std::vector<OptimizerParamGroup> muon_groups(const torch::nn::Module& module,
                                              const std::vector<std::string>& exceptions,
                                              MuonOptions muon, MuonOptions adamw) {
   std::vector<at::Tensor> matrices, others;
-  for (const auto& item : module.named_parameters())
-    (takes_muon(item.key(), item.value(), exceptions) ? matrices : others).push_back(item.value());
+  for (const auto& [name, param, takes_muon] : list_params(module, exceptions))
+    (takes_muon ? matrices : others).push_back(param);
   std::vector<OptimizerParamGroup> groups;
   if (!matrices.empty())
     groups.emplace_back(matrices, std::make_unique<MuonOptions>(muon.adamw(false)));
@@ -276,9 +296,8 @@ std::vector<OptimizerParamGroup> muon_groups(const torch::nn::Module& module,
 std::vector<CutRule> muon_cuts(const torch::nn::Module& module,
                                const std::vector<std::string>& exceptions) {
   std::vector<CutRule> rules;
-  for (const auto& item : module.named_parameters())
-    if (takes_muon(item.key(), item.value(), exceptions))
-      rules.push_back({item.key(), item.value().dim() == 2 ? Cut::kWhole : Cut::kRows});
+  for (const auto& [name, param, takes_muon] : list_params(module, exceptions))
+    if (takes_muon) rules.push_back({name, param.dim() == 2 ? Cut::kWhole : Cut::kRows});
   return rules;
 }
 

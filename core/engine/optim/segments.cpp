@@ -115,7 +115,8 @@ void check_none_cut(const ShardedState& state, const torch::optim::Optimizer& op
       TORCH_CHECK_NOT_IMPLEMENTED(is_stepped,
                                   "[ShardedOptimizer] the optimizer must be elementwise, as ranks "
                                   "step parts of parameters ('",
-                                  slot.name(), "' is cut); ", ways_out_of_cuts(optimizer));
+                                  slot.name(), slot.dist ? "' is a DistTensor); " : "' is cut); ",
+                                  ways_out_of_cuts(optimizer));
     }
   }
 }

@@ -94,8 +94,9 @@ class TESSERA_API Muon : public torch::optim::Optimizer {
 
 /// Returns the param groups of a model: matrices and stacks of them, with `muon`, and the others,
 /// with `adamw`. Others are vectors, parameters of more than three dims, and those whose names fit
-/// one of `exceptions`: embeddings and heads, as patterns like those of `CutRule`. A group without
-/// parameters is left out.
+/// one of `exceptions`: embeddings and heads, as patterns like those of `CutRule`. A tied parameter
+/// is listed once, and any of its names may be an exception. A group without parameters is left
+/// out.
 TESSERA_API std::vector<torch::optim::OptimizerParamGroup> muon_groups(
     const torch::nn::Module& module, const std::vector<std::string>& exceptions,
     MuonOptions muon = {}, MuonOptions adamw = {});
