@@ -17,11 +17,12 @@
 namespace tessera {
 namespace {
 
+constexpr const char* kShapeError =
+    "[save_checkpoint] the optimizer's state must have its parameter's shape ";
+
 // Returns the state of a parameter as a 1-D tensor, in the parameter's memory order.
 at::Tensor flat_state(const at::Tensor& value, const at::Tensor& param) {
-  TORCH_CHECK(value.sizes() == param.sizes(),
-              "[save_checkpoint] the optimizer's state must have its parameter's shape ",
-              param.sizes(), "; got ", value.sizes());
+  TORCH_CHECK(value.sizes() == param.sizes(), kShapeError, param.sizes(), "; got ", value.sizes());
   return flat_in_order(value, param.strides());
 }
 
@@ -133,11 +134,24 @@ void ChunkCollector::add_shared(TensorRecord record, const at::Tensor& tensor, R
 void ChunkCollector::add_states(const ModelView& view, const ParamView& param,
                                 const at::Tensor& tensor) {
   const ParamState states = read_param_state(*view.optimizer, tensor);
+  const OtherShapes others = other_shapes(*view.optimizer);
   if (!states.counts.empty()) contents_.index.optimizer->counts[param.name()] = states.counts;
   for (const auto& [name, value] : states.tensors) {
     TensorRecord record = record_of(param, "state");
     record.state = name;
     record.dtype = safetensors_dtype(value.scalar_type());
+    TORCH_CHECK(!is_dist(value) || value.sizes() == tensor.sizes(), kShapeError, tensor.sizes(),
+                "; got ", value.sizes());
+    if (!is_dist(value) && tensor.numel() == param.numel() && others.contains(name)) {
+      // Read back in the same order of memory, on which bits of a product depend.
+      const at::Tensor dense = value.is_non_overlapping_and_dense() ? value : value.contiguous();
+      record.shape = dense.sizes().vec();
+      record.strides = dense.strides().vec();
+      const bool is_stored = param.stored_begin < param.stored_end;
+      add(std::move(record), {0, is_stored ? dense.numel() : 0},
+          flat_in_order(dense, dense.strides()));
+      continue;
+    }
     is_dist(value) ? add_shared(std::move(record), value, {})
                    : add_part(std::move(record), param, flat_state(value, tensor));
   }

@@ -191,8 +191,9 @@ void compare_optimizer(const CheckpointIndex& index, const TensorTable& table,
     return;
   }
   compare_groups(table.saved_groups(), present_groups(view, table), misfits);
+  const OtherShapes others = other_shapes(*view.optimizer);
   for (const TensorRecord& tensor : index.tensors) {
-    if (tensor.kind != "state") continue;
+    if (tensor.kind != "state" || others.contains(tensor.state)) continue;
     const TensorRecord* param = table.find("param", tensor.names.front());
     if (param && param->shape == tensor.shape) continue;
     misfits.add(Misfits::kOptimizer,

@@ -120,6 +120,7 @@ class Loader {
 
   void plan_optimizer() {
     const std::map<std::string, size_t> saved = reads_.table.saved_groups();
+    const OtherShapes others = other_shapes(*view_.optimizer);
     for (const auto& [place, param_group, tensor] : view_.optimized) {
       if (!tensor.defined()) continue;
       const ParamView& param = view_.params[place];
@@ -127,6 +128,10 @@ class Loader {
       if (!record || !saved.contains(record->names.front())) continue;
       ParamState state{.tensors = {}, .counts = reads_.table.counts_of(*record)};
       for (const TensorRecord* source : reads_.table.states_of(*record)) {
+        if (others.contains(source->state) && !is_dist(tensor)) {
+          state.tensors[source->state] = plan_other(tensor, param, *source);
+          continue;
+        }
         at::Tensor value = memory_for(tensor, source->state, scalar_type_of(source->dtype));
         if (is_dist(value)) {
           reads_.add(source, row_major(value.sizes()), region_of(value, source->id()),
@@ -139,6 +144,20 @@ class Loader {
       }
       states_.push_back({tensor, std::move(state)});
     }
+  }
+
+  // Plans to read state that may have another shape than its parameter's.
+  at::Tensor plan_other(const at::Tensor& tensor, const ParamView& param,
+                        const TensorRecord& source) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        tensor.numel() == param.numel(), "[load_checkpoint] '", source.id(),
+        "' may have another shape than its parameter, which must be whole: see plan.cuts");
+    reads_.reader.check(source);  // before memory is allocated
+    const auto options = tensor.options().dtype(scalar_type_of(source.dtype)).requires_grad(false);
+    at::Tensor value = at::empty_strided(source.shape, source.strides, options);
+    reads_.add(&source, source.strides, {0, value.numel()},
+               at::as_strided(value, {value.numel()}, {1}));
+    return value;
   }
 
   // Plans to restore the tensors that belong to this rank alone.

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/accumulate.h>
 #include <tessera/comm/process_group.h>
 #include <tessera/engine/fully_shard.h>
 #include <tessera/engine/sharded_optimizer.h>
@@ -68,6 +69,7 @@ struct ParamView {
   std::vector<at::Tensor> tensors = {};  ///< the user's, unless they show a unit
 
   const std::string& name() const { return names.front(); }
+  int64_t numel() const { return c10::multiply_integers(sizes); }  ///< of all ranks
   Region region() const { return {begin, end, box}; }
   Region stored() const { return {stored_begin, stored_end, box}; }
 };

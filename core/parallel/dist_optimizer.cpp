@@ -23,6 +23,7 @@
 
 #include "comm/group/blocking_all_reduce.h"
 #include "engine/model/sharded_state.h"
+#include "engine/optim/described_optimizer.h"
 #include "engine/optim/param_state.h"
 #include "engine/optim/sharded_optimizer_access.h"
 #include "tensor/dist_meta.h"
@@ -219,8 +220,19 @@ void load_placed_state(torch::optim::Optimizer& optimizer, const std::vector<Nam
   set_learning_rates(optimizer, dict.at(kLearningRates));
 }
 
+// A state dict has one count of a parameter in shards.
+void check_counts(const torch::optim::Optimizer& optimizer) {
+  const auto* const traits = find_described(optimizer);
+  if (!traits) return;
+  for (const auto& [name, count] : traits->state(*traits->make_state()).counts)
+    TORCH_CHECK_NOT_IMPLEMENTED(name == "step",
+                                "[DistOptimizer] a state dict has the count 'step' alone; a ",
+                                traits->name, " has '", name, "'");
+}
+
 StateDict sharded_state_dict(ShardedOptimizer& optimizer, const std::vector<NamedTensor>& params) {
   torch::optim::Optimizer& inner = optimizer.inner();
+  check_counts(inner);
   make_optimizer_state(inner);
   StateDict dict{{kLearningRates, learning_rates(inner)}};
   for_each_sharded(optimizer, params, [&](const ShardedParam& param) {
@@ -247,6 +259,7 @@ StateDict sharded_state_dict(ShardedOptimizer& optimizer, const std::vector<Name
 void load_sharded_state(ShardedOptimizer& optimizer, const std::vector<NamedTensor>& params,
                         const StateDict& dict) {
   torch::optim::Optimizer& inner = optimizer.inner();
+  check_counts(inner);
   std::vector<std::pair<at::Tensor, at::Tensor>> masters;  // and their new values
   for_each_sharded(optimizer, params, [&](const ShardedParam& param) {
     const at::Tensor& part = param.segment.tensor;

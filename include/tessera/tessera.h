@@ -22,6 +22,7 @@
 #include <tessera/engine/join.h>
 #include <tessera/engine/muon.h>
 #include <tessera/engine/optimizer_state_dict.h>
+#include <tessera/engine/optimizer_traits.h>
 #include <tessera/engine/shard_plan.h>
 #include <tessera/engine/sharded_optimizer.h>
 #include <tessera/init/deferred_init.h>

@@ -1,15 +1,20 @@
 #pragma once
 
 // Optimizers of a user's own whose steps need whole parameters: LAMB, Adafactor, SOAP; and a model.
+#include <gtest/gtest.h>
+#include <tessera/engine/muon.h>
+#include <tessera/engine/optimizer_traits.h>
 #include <torch/torch.h>
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "support/distinct_parameters.h"
 #include "support/models.h"
+#include "support/sharded_job.h"
 
 namespace tessera::testing {
 
@@ -47,6 +52,7 @@ struct RateOptions : torch::optim::OptimizerCloneableOptions<RateOptions> {
   void set_lr(double value) override { lr = value; }
   double lr, beta2 = 0.99;
   int64_t every = 2;  // of SOAP: steps between two bases
+  bool flag = false;
 };
 
 struct LambState : torch::optim::OptimizerCloneableParamState<LambState> {
@@ -195,5 +201,88 @@ TrainingRun mixed_run(const typename Optimizer::Options& options = {}) {
       .steps = 3,
       .in = 13};
 }
+
+/// Describes the classes above to Tessera.
+inline void register_whole_optimizers() {
+  static const bool done = [] {
+    const auto options = [](RateOptions& own) -> OptimizerOptionFields {
+      return {{"lr", &own.lr}, {"beta2", &own.beta2}, {"every", &own.every}, {"flag", &own.flag}};
+    };
+    register_optimizer<Lamb, RateOptions, LambState>(
+        {.name = "LAMB",
+         .state = [](LambState& own) -> OptimizerStateFields {
+           return {.tensors = {{"exp_avg", &own.exp_avg}, {"exp_avg_sq", &own.exp_avg_sq}},
+                   .counts = {{"step", &own.step}}};
+         },
+         .options = options});
+    register_optimizer<Adafactor, RateOptions, AdafactorState>(
+        {.name = "Adafactor",
+         .state = [](AdafactorState& own) -> OptimizerStateFields {
+           return {.tensors = {{"exp_avg_sq", &own.exp_avg_sq}},
+                   .others = {{"row", &own.row}, {"column", &own.column}},
+                   .counts = {{"step", &own.step}}};
+         },
+         .options = options});
+    register_optimizer<Soap, RateOptions, SoapState>(
+        {.name = "SOAP",
+         .state = [](SoapState& own) -> OptimizerStateFields {
+           return {.tensors = {{"exp_avg", &own.exp_avg}, {"exp_avg_sq", &own.exp_avg_sq}},
+                   .others = {{"left", &own.left},
+                              {"right", &own.right},
+                              {"left_basis", &own.left_basis},
+                              {"right_basis", &own.right_basis}},
+                   .counts = {{"step", &own.step}}};
+         },
+         .options = options});
+    return true;
+  }();
+  EXPECT_TRUE(done);
+}
+
+inline const std::vector<std::string> kExceptions{"head*", "unused"};
+
+inline TrainingRun muon_run(const std::vector<std::string>& exceptions) {
+  TrainingRun run = mixed_run<Lamb>();
+  run.make_optimizer = [=](Net& net) {
+    return std::make_unique<Muon>(
+        muon_groups(net, exceptions, MuonOptions(0.02).weight_decay(0.01), MuonOptions(3e-3)));
+  };
+  return run;
+}
+
+struct WholeOptimizer {
+  std::string name;
+  TrainingRun run;
+  std::vector<CutRule> cuts;
+};
+
+inline const std::vector<CutRule> kAllWhole{{"*", Cut::kWhole}};
+
+/// Optimizers that need whole parameters, and where a plan may cut these.
+inline std::vector<WholeOptimizer> whole_optimizers() {
+  register_whole_optimizers();
+  auto muon = muon_cuts(Mixed(), {}), mixed = muon_cuts(Mixed(), kExceptions);
+  mixed.push_back({"head.weight", Cut::kRows, 2});
+  mixed.push_back({"*bias", Cut::kElements, 8});
+  return {{"Muon", muon_run({}), muon},
+          {"Muon with AdamW", muon_run(kExceptions), mixed},
+          {"LAMB", mixed_run<Lamb>(), kAllWhole},
+          {"Adafactor", mixed_run<Adafactor>(), kAllWhole},
+          {"SOAP", mixed_run<Soap>(), kAllWhole}};
+}
+
+/// Trains on rows of the first rank: gradients, and so all bits, are those of any number of ranks,
+/// if they are not averaged.
+struct FirstRankJob : ShardedJob<Net> {
+  using ShardedJob::ShardedJob;
+  void train(int first, int last) {
+    for (int step = first; step < last; ++step) {
+      optimizer.zero_grad();
+      const Batch batch = global_batch(step, run.rows, run.in, run.out);
+      (rank_loss(*net, batch, 0, 1, step) * (world.rank() == 0 ? 1 : 0)).backward();
+      optimizer.step();
+    }
+  }
+};
 
 }  // namespace tessera::testing

@@ -1,11 +1,11 @@
 #include <c10/util/Exception.h>
 #include <tessera/engine/foreign_optimizer.h>
-#include <torch/serialize/archive.h>
 
 #include <map>
 #include <memory>
 
 #include "engine/optim/foreign_state.h"
+#include "engine/optim/optimizer_archive.h"
 
 namespace tessera {
 namespace {
@@ -43,40 +43,16 @@ ForeignOptimizer::ForeignOptimizer(const std::vector<std::vector<at::Tensor>>& p
     : Optimizer(make_groups(param_groups), std::make_unique<NoOptions>()) {}
 
 void ForeignOptimizer::save(torch::serialize::OutputArchive& archive) const {
-  OptimizerStateDict dict;
-  std::map<const c10::TensorImpl*, int64_t> numbers;
-  for (size_t i = 0; i < param_groups().size(); ++i) {
-    auto& group = dict.param_groups.emplace_back();
-    group.options = read_options(i);
-    for (const at::Tensor& param : param_groups()[i].params()) {
-      const auto [it, is_new] =
-          numbers.emplace(param.unsafeGetTensorImpl(), static_cast<int64_t>(numbers.size()));
-      group.params.push_back(it->second);
-      if (!is_new) continue;
-      if (Values values = read_state(param); !values.empty())
-        dict.state[it->second] = std::move(values);
-    }
-  }
-  dict.save(archive);
+  save_values(
+      archive, *this, [&](const at::Tensor& param) { return read_state(param); },
+      [&](size_t group) { return read_options(group); });
 }
 
 void ForeignOptimizer::load(torch::serialize::InputArchive& archive) {
-  const OptimizerStateDict dict = OptimizerStateDict::load(archive);
-  TORCH_CHECK_VALUE(dict.param_groups.size() == param_groups().size(),
-                    "[load] the state must have the optimizer's param groups; expected ",
-                    param_groups().size(), ", got ", dict.param_groups.size());
-  for (size_t i = 0; i < param_groups().size(); ++i) {
-    const auto& numbers = dict.param_groups[i].params;
-    const auto& params = param_groups()[i].params();
-    TORCH_CHECK_VALUE(numbers.size() == params.size(),
-                      "[load] the state must have the optimizer's parameters; expected ",
-                      params.size(), " in param group ", i, ", got ", numbers.size());
-    for (size_t j = 0; j < params.size(); ++j) {
-      const auto it = dict.state.find(numbers[j]);
-      if (it != dict.state.end()) write_state(params[j], it->second);
-    }
-    write_options(i, dict.param_groups[i].options);
-  }
+  load_values(
+      archive, *this,
+      [&](const at::Tensor& param, const Values& values) { write_state(param, values); },
+      [&](size_t group, const Values& values) { write_options(group, values); });
 }
 
 const ForeignOptimizer* as_foreign(const torch::optim::Optimizer& optimizer) {

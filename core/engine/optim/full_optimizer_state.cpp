@@ -16,6 +16,7 @@
 #include "engine/model/sharded_state.h"
 #include "engine/optim/master_digits.h"
 #include "engine/optim/optimizer_archive.h"
+#include "engine/optim/param_state.h"
 #include "engine/optim/sharded_optimizer_access.h"
 #include "engine/optim/state_replacement.h"
 #include "engine/optim/state_shape.h"
@@ -128,7 +129,8 @@ class Join {
   Join(ShardedOptimizer& optimizer, std::set<std::string> others)
       : state_(*optimizer.module().state()),
         segments_(OptimizerAccess(optimizer).segments()),
-        others_(std::move(others)) {}
+        others_(std::move(others)),
+        other_shapes_(other_shapes(optimizer.inner())) {}
 
   void add(int rank, const std::string& archive) {
     const OptimizerStateDict share = parse_optimizer(archive, kSave);
@@ -149,7 +151,8 @@ class Join {
     const auto [begin, end] = layout.level == ShardLevel::kNone
                                   ? std::pair(slot.offset, slot.offset + slot.numel)
                                   : overlap(slot, layout.bounds[rank], layout.bounds[rank + 1]);
-    if (!is_elementwise(name, value, part_sizes(slot, end - begin), others_)) {
+    if ((end - begin == slot.numel && other_shapes_.contains(name)) ||
+        !is_elementwise(name, value, part_sizes(slot, end - begin), others_)) {
       whole.emplace(name, value);
       return;
     }
@@ -167,6 +170,7 @@ class Join {
   const ShardedState& state_;
   const std::vector<Segment>& segments_;
   std::set<std::string> others_;
+  OtherShapes other_shapes_;
   std::map<int64_t, Values> result_;
 };
 
@@ -185,15 +189,19 @@ std::vector<ParamValues> values_of_params(ShardedOptimizer& optimizer,
   return params;
 }
 
-// Returns this rank's part of a parameter's state.
+// Returns this rank's part of a parameter's state. Tensors of other shapes stay as they are, also
+// those that have the parameter's by chance: the order of their elements in memory matters, too.
 std::optional<Values> cut(const ParamSlot& slot, const Segment& segment, const Values& values,
-                          const std::set<std::string>& others) {
+                          const std::set<std::string>& others, const OtherShapes& other_shapes) {
   if (!segment.tensor.defined()) return {};
+  const bool is_whole = segment.end - segment.begin == slot.numel;
   Values parts;
   for (const auto& [name, value] : values) {
     c10::IValue& part = parts[name] = value;
-    if (is_elementwise(name, value, slot.sizes, others)) {
-      const at::Tensor own = cut_segment(slot, segment, value.toTensor());
+    const bool is_other = is_whole && other_shapes.contains(name);
+    if (is_other ? value.isTensor() : is_elementwise(name, value, slot.sizes, others)) {
+      const at::Tensor own =
+          is_other ? value.toTensor() : cut_segment(slot, segment, value.toTensor());
       // The optimizer keeps its state in the dtype that it updates.
       part = own.scalar_type() == slot.dtype ? own.to(slot.master_dtype) : own;
     }
@@ -229,13 +237,14 @@ std::vector<at::Tensor> load_part(ShardedOptimizer& optimizer, const OptimizerSt
   check_segments(optimizer, kLoad);
   const std::vector<int64_t> numbers = match_params(inner, state_dict, kLoad);
   const auto params = values_of_params(optimizer, state_dict, numbers);
-  check_shapes(params, kLoad);
+  const OtherShapes shapes = other_shapes(inner);
+  check_shapes(params, kLoad, shapes.names, shapes.any);
   std::vector<at::Tensor> masters = cut_master_weights(optimizer, state_dict, numbers);
   const std::set<std::string> others = names_of_others(params);
   previous.emplace(inner, kLoad);
   const auto convert = [&](int64_t number, const Values& values) {
     const Segment& segment = OptimizerAccess(optimizer).segments()[number];
-    return cut(optimizer.module().state()->slot(segment.place), segment, values, others);
+    return cut(optimizer.module().state()->slot(segment.place), segment, values, others, shapes);
   };
   set_state(inner, state_dict, numbers, convert, kLoad);
   return masters;

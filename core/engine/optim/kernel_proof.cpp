@@ -147,7 +147,7 @@ bool is_proved_for(Kind kind, const typename Kind::Options& options, const Tenso
 
 bool is_proved(Optimizer& optimizer, FusedStep step) {
   bool all = true;
-  const bool is_known = with_kind(optimizer, [&](auto kind) {
+  const bool is_known = with_fixed_kind(optimizer, [&](auto kind) {
     for (auto& group : optimizer.param_groups()) {
       std::set<TensorKind> tensors;
       for (const at::Tensor& param : group.params())

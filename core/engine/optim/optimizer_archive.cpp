@@ -8,7 +8,12 @@
 #include <torch/serialize/archive.h>
 
 #include <optional>
+#include <type_traits>
+#include <variant>
 
+#include "engine/optim/described_optimizer.h"
+#include "engine/optim/foreign_state.h"
+#include "engine/optim/param_state.h"
 #include "engine/optim/part_state.h"
 
 namespace tessera {
@@ -175,10 +180,99 @@ OptimizerStateDict OptimizerStateDict::load(InputArchive& archive) {
   return std::move(*result);
 }
 
+void save_values(OutputArchive& archive, const torch::optim::Optimizer& optimizer,
+                 const std::function<Values(const at::Tensor&)>& read_state,
+                 const std::function<Values(size_t)>& read_options) {
+  OptimizerStateDict dict;
+  std::map<const c10::TensorImpl*, int64_t> numbers;
+  const auto& groups = optimizer.param_groups();
+  for (size_t i = 0; i < groups.size(); ++i) {
+    auto& group = dict.param_groups.emplace_back();
+    group.options = read_options(i);
+    for (const at::Tensor& param : groups[i].params()) {
+      const auto [it, is_new] =
+          numbers.emplace(param.unsafeGetTensorImpl(), static_cast<int64_t>(numbers.size()));
+      group.params.push_back(it->second);
+      if (!is_new) continue;
+      if (Values values = read_state(param); !values.empty())
+        dict.state[it->second] = std::move(values);
+    }
+  }
+  dict.save(archive);
+}
+
+void load_values(InputArchive& archive, const torch::optim::Optimizer& optimizer,
+                 const std::function<void(const at::Tensor&, const Values&)>& write_state,
+                 const std::function<void(size_t, const Values&)>& write_options) {
+  const OptimizerStateDict dict = OptimizerStateDict::load(archive);
+  const auto& groups = optimizer.param_groups();
+  TORCH_CHECK_VALUE(dict.param_groups.size() == groups.size(),
+                    "[load] the state must have the optimizer's param groups; expected ",
+                    groups.size(), ", got ", dict.param_groups.size());
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const auto& numbers = dict.param_groups[i].params;
+    const auto& params = groups[i].params();
+    TORCH_CHECK_VALUE(numbers.size() == params.size(),
+                      "[load] the state must have the optimizer's parameters; expected ",
+                      params.size(), " in param group ", i, ", got ", numbers.size());
+    for (size_t j = 0; j < params.size(); ++j) {
+      const auto it = dict.state.find(numbers[j]);
+      if (it != dict.state.end()) write_state(params[j], it->second);
+    }
+    write_options(i, dict.param_groups[i].options);
+  }
+}
+
+// OptimizerTraits have all that an archive needs: save() and load() of the class are not called.
+static void save_described(OutputArchive& archive, const torch::optim::Optimizer& optimizer,
+                           const detail::DescribedOptimizer& traits) {
+  save_values(
+      archive, optimizer,
+      [&](const at::Tensor& param) { return values_of(read_param_state(optimizer, param)); },
+      [&](size_t group) {
+        Values values;
+        auto& options = const_cast<torch::optim::OptimizerOptions&>(
+            optimizer.param_groups()[group].options());  // only read
+        for (const auto& [name, option] : traits.options(options))
+          std::visit([&, &name = name](auto* value) { values[name] = *value; }, option);
+        return values;
+      });
+}
+
+static void load_described(InputArchive& archive, torch::optim::Optimizer& optimizer,
+                           const detail::DescribedOptimizer& traits) {
+  const auto counts = traits.state(*traits.make_state()).counts;
+  load_values(
+      archive, optimizer,
+      [&](const at::Tensor& param, const Values& values) {
+        ParamState state;
+        for (const auto& [name, value] : values) {
+          if (!counts.contains(name)) {
+            state.tensors[name] = value.toTensor();
+          } else {
+            state.counts[name] =
+                value.isTensor() ? value.toTensor().item<int64_t>() : value.toInt();
+          }
+        }
+        write_param_state(optimizer, param, state);
+      },
+      [&](size_t group, const Values& values) {
+        for (const auto& [name, option] : traits.options(optimizer.param_groups()[group].options()))
+          if (const auto it = values.find(name); it != values.end())
+            std::visit(
+                [&](auto* own) { *own = it->second.toScalar().to<std::decay_t<decltype(*own)>>(); },
+                option);
+      });
+}
+
 std::string save_optimizer(const torch::optim::Optimizer& optimizer) {
   const SavesParts saves_parts;
   OutputArchive archive;
-  optimizer.save(archive);
+  if (const auto* const described = find_described(optimizer)) {
+    save_described(archive, optimizer, *described);
+  } else {
+    optimizer.save(archive);
+  }
   return to_bytes(archive);
 }
 
@@ -196,7 +290,8 @@ OptimizerStateDict parse_optimizer(const std::string& bytes, const char* functio
 void load_optimizer(torch::optim::Optimizer& optimizer, const std::string& bytes) {
   InputArchive archive;
   archive.load_from(bytes.data(), bytes.size());
-  optimizer.load(archive);
+  const auto* const described = find_described(optimizer);
+  described ? load_described(archive, optimizer, *described) : optimizer.load(archive);
 }
 
 std::string write_optimizer(const OptimizerStateDict& state_dict) {

@@ -8,23 +8,30 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <memory>
 #include <string>
 #include <tuple>
+#include <typeinfo>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "engine/optim/cpu_adam_step.h"
+#include "engine/optim/described_optimizer.h"
 
 namespace tessera {
 
-/// The optimizers whose state and options Tessera reads and writes: the only table of them. A kind
-/// has the names of its class, options and per-parameter state, and
+/// The optimizers whose state and options Tessera reads and writes: the only table of them, but for
+/// those that users describe. A kind has the names of its class, options and per-parameter state,
+/// and
 ///
 /// - `visit_state(state, tensor, count)`: calls `tensor` or `count` with the name of each field of
 ///   the state and a reference to it;
 /// - `visit_options(options, f)`: calls `f` with the name of each option and a reference to its
 ///   double, int64_t or bool; `betas` is `beta1` and `beta2`;
 /// - `state_names(options)`: the names of the tensors that the optimizer keeps with these options;
+/// - `make_state()`: a state object without tensors;
+/// - `is_exactly(optimizer)`: whether the optimizer is of its class, and not of a derived one;
 /// - `starts_with_zeros(options)`: whether the first step makes state of zeros;
 /// - `steps_elementwise(options)`: whether a step treats each element by itself;
 /// - `state_dtype(param)`: the dtype of the state of parameters of dtype `param`.
@@ -35,6 +42,10 @@ struct OptimizerKind {
   using Optimizer = OptimizerClass;
   using Options = OptionsClass;
   using State = StateClass;
+  static std::unique_ptr<State> make_state() { return std::make_unique<State>(); }
+  static bool is_exactly(const torch::optim::Optimizer& optimizer) {
+    return typeid(optimizer) == typeid(OptimizerClass);
+  }
   static bool starts_with_zeros(Options& /*options*/) { return true; }
   static bool steps_elementwise(const Options& /*options*/) { return true; }
   static at::ScalarType state_dtype(at::ScalarType param) { return param; }
@@ -204,27 +215,72 @@ struct MuonKind : OptimizerKind<Muon, MuonOptions, MuonParamState> {
 using OptimizerKinds =
     std::tuple<AdamWKind, AdamKind, CPUAdamKind, SGDKind, AdagradKind, RMSpropKind, MuonKind>;
 
-/// Calls `f` with the first kind that `is_it(kind)` accepts; returns false if there is none.
+/// A class that its user has described. The state that it makes is not known in advance, but for
+/// the names of its fields.
+struct DescribedKind {
+  using Options = torch::optim::OptimizerOptions;
+  using State = torch::optim::OptimizerParamState;
+  const detail::DescribedOptimizer* traits;
+  const char* kName;
+
+  std::unique_ptr<State> make_state() const { return traits->make_state(); }
+  bool is_exactly(const torch::optim::Optimizer& optimizer) const {
+    return typeid(optimizer) == *traits->type;
+  }
+  template <class Tensor, class Count>
+  void visit_state(State& state, Tensor&& tensor, Count&& count) const {
+    const OptimizerStateFields fields = traits->state(state);
+    for (const auto* const tensors : {&fields.tensors, &fields.others})
+      for (const auto& [name, value] : *tensors) tensor(name.c_str(), *value);
+    for (const auto& [name, value] : fields.counts) count(name.c_str(), *value);
+  }
+  template <class F>
+  void visit_options(Options& options, F&& f) const {
+    for (const auto& [name, value] : traits->options(options))
+      std::visit([&, &name = name](auto* option) { f(name.c_str(), *option); }, value);
+  }
+  std::vector<std::string> state_names(Options& /*options*/) const {
+    std::vector<std::string> names;
+    for (const auto& [name, tensor] : traits->state(*make_state()).tensors) names.push_back(name);
+    return names;
+  }
+  static bool starts_with_zeros(Options& /*options*/) { return false; }
+  bool steps_elementwise(const Options& /*options*/) const { return traits->cut == Cut::kAnywhere; }
+  static at::ScalarType state_dtype(at::ScalarType param) { return param; }
+};
+
+/// Calls `f` with the first kind of the table that `is_it(kind)` accepts; returns false if there is
+/// none.
 template <class IsIt, class F>
-bool with_kind_if(const IsIt& is_it, F&& f) {
+bool with_fixed_kind_if(const IsIt& is_it, F&& f) {
   const auto try_kind = [&](auto kind) { return is_it(kind) && (f(kind), true); };
   return std::apply([&](auto... kinds) { return (try_kind(kinds) || ...); }, OptimizerKinds());
 }
 
-/// Calls `f` with the kind that the optimizer is or derives from; returns false if there is none.
+/// Calls `f` with the kind of the table that the optimizer is or derives from; returns false if
+/// there is none.
 template <class F>
-bool with_kind(const torch::optim::Optimizer& optimizer, F&& f) {
-  return with_kind_if(
+bool with_fixed_kind(const torch::optim::Optimizer& optimizer, F&& f) {
+  return with_fixed_kind_if(
       [&](auto kind) {
         return dynamic_cast<const typename decltype(kind)::Optimizer*>(&optimizer) != nullptr;
       },
       std::forward<F>(f));
 }
 
-/// Calls `f` with the kind of that name; returns false if there is none.
+/// Calls `f` with the kind, also of a described class.
+template <class F>
+bool with_kind(const torch::optim::Optimizer& optimizer, F&& f) {
+  const auto* const described = find_described(optimizer);
+  if (!described) return with_fixed_kind(optimizer, std::forward<F>(f));
+  f(DescribedKind{described, described->name.c_str()});
+  return true;
+}
+
+/// Calls `f` with the kind of the table that has that name; returns false if there is none.
 template <class F>
 bool with_kind(const std::string& name, F&& f) {
-  return with_kind_if([&](auto kind) { return name == kind.kName; }, std::forward<F>(f));
+  return with_fixed_kind_if([&](auto kind) { return name == kind.kName; }, std::forward<F>(f));
 }
 
 }  // namespace tessera

@@ -79,20 +79,23 @@ bool steps_elementwise(const torch::optim::Optimizer& optimizer) {
 
 bool steps_elementwise(const torch::optim::Optimizer& optimizer, size_t param_group) {
   if (const ForeignOptimizer* const foreign = as_foreign(optimizer)) return foreign->elementwise();
-  const auto is_exactly = [&](auto kind) {
-    return typeid(optimizer) == typeid(typename decltype(kind)::Optimizer);
-  };
   bool result = false;
-  with_kind_if(is_exactly, [&](auto kind) {
+  with_kind(optimizer, [&](auto kind) {
     using Options = typename decltype(kind)::Options;
-    result = kind.steps_elementwise(
-        static_cast<const Options&>(optimizer.param_groups()[param_group].options()));
+    result = kind.is_exactly(optimizer) && kind.steps_elementwise(static_cast<const Options&>(
+                                               optimizer.param_groups()[param_group].options()));
   });
   return result;
 }
 
 bool steps_matrices(const torch::optim::Optimizer& optimizer) {
   return typeid(optimizer) == typeid(Muon);
+}
+
+bool steps_rows(const torch::optim::Optimizer& optimizer, size_t dims) {
+  if (typeid(optimizer) == typeid(Muon)) return dims == 3;
+  const auto* const described = find_described(optimizer);
+  return described && typeid(optimizer) == *described->type && described->cut == Cut::kRows;
 }
 
 std::string ways_out_of_cuts(const torch::optim::Optimizer& optimizer) {

@@ -23,14 +23,18 @@ void check_optimized_once(const char* function, const std::vector<NamedTensor>& 
 void check_class(const char* function, const torch::optim::Optimizer& optimizer);
 
 /// Returns true if the optimizer's step is known to treat each element of a parameter by itself, in
-/// all param groups or in one: for the exact classes of `OptimizerKinds`, as a derived one may step
-/// differently, and a `ForeignOptimizer` that says so.
+/// all param groups or in one: for the exact classes of `OptimizerKinds` and described ones, as a
+/// derived one may step differently, and a `ForeignOptimizer` that says so.
 bool steps_elementwise(const torch::optim::Optimizer& optimizer);
 bool steps_elementwise(const torch::optim::Optimizer& optimizer, size_t param_group);
 
 /// Returns true if the optimizer steps matrices, and stacks of them, that are cut: see
 /// `step_muon()`.
 bool steps_matrices(const torch::optim::Optimizer& optimizer);
+
+/// Returns true if the optimizer is known to step each row of a parameter of so many dims by
+/// itself, such as `Muon` each matrix of a stack.
+bool steps_rows(const torch::optim::Optimizer& optimizer, size_t dims);
 
 /// Returns the end of an error about parameters that are cut for an optimizer that is not known to
 /// step elementwise.

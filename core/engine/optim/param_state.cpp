@@ -2,8 +2,10 @@
 
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
+#include <c10/util/Type.h>
 
 #include <type_traits>
+#include <typeinfo>
 #include <utility>
 
 #include "engine/optim/foreign_state.h"
@@ -18,7 +20,9 @@ void with_known_kind(const torch::optim::Optimizer& optimizer, F&& f) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       with_kind(optimizer, f),
       "[tessera] the state and options of an optimizer can be read and stored only for Adagrad, "
-      "Adam, AdamW, CPUAdam, Muon, RMSprop and SGD; got another class");
+      "Adam, AdamW, CPUAdam, Muon, RMSprop and SGD, and classes that register_optimizer() has "
+      "described; got a ",
+      c10::demangle(typeid(optimizer).name()));
 }
 
 template <class Options>
@@ -87,7 +91,7 @@ void write_param_state(torch::optim::Optimizer& optimizer, const at::Tensor& par
                        const ParamState& source) {
   if (auto* foreign = as_foreign(optimizer)) return foreign->write_state(param, values_of(source));
   with_known_kind(optimizer, [&](auto kind) {
-    auto state = std::make_unique<typename decltype(kind)::State>();
+    auto state = kind.make_state();
     kind.visit_state(
         *state,
         [&](const char* name, at::Tensor& tensor) {
@@ -159,6 +163,17 @@ std::vector<std::string> state_names(const torch::optim::Optimizer& optimizer,
   with_options(optimizer, param_group,
                [&](auto kind, auto& options) { names = kind.state_names(options); });
   return names;
+}
+
+OtherShapes other_shapes(const torch::optim::Optimizer& optimizer) {
+  OtherShapes result;
+  if (const auto* foreign = as_foreign(optimizer)) {
+    result.any = !foreign->elementwise() && !with_kind(foreign->kind(), [](auto) {});
+  } else if (const auto* described = find_described(optimizer)) {
+    for (const auto& [name, tensor] : described->state(*described->make_state()).others)
+      result.names.insert(name);
+  }
+  return result;
 }
 
 at::ScalarType state_dtype(const torch::optim::Optimizer& optimizer, at::ScalarType param) {

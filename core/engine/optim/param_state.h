@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -21,15 +22,15 @@ namespace tessera {
 /// An optimizer's state for one parameter, by the names of LibTorch and PyTorch (`exp_avg`,
 /// `momentum_buffer`, ...).
 struct ParamState {
-  std::map<std::string, at::Tensor> tensors;  ///< of the parameter's shape
+  std::map<std::string, at::Tensor> tensors;  ///< of the parameter's shape, but for others
   std::map<std::string, int64_t> counts;      ///< such as `step`
 
   int64_t nbytes() const;  ///< of the tensors
 };
 
 /// Returns the state of a parameter; empty if it has none. Throws `c10::NotImplementedError` for an
-/// optimizer other than a `ForeignOptimizer`, `CPUAdam`, `Muon` and LibTorch's Adagrad, Adam,
-/// AdamW, RMSprop and SGD.
+/// optimizer other than a `ForeignOptimizer`, `CPUAdam`, `Muon`, LibTorch's Adagrad, Adam, AdamW,
+/// RMSprop and SGD, and those that are described by `OptimizerTraits`.
 ParamState read_param_state(const torch::optim::Optimizer& optimizer, const at::Tensor& param);
 
 /// Sets the state of a parameter.
@@ -51,17 +52,27 @@ void replace_state_tensors(torch::optim::Optimizer& optimizer, const at::Tensor&
 /// Returns true for the optimizers whose state can be read.
 bool knows_state(const torch::optim::Optimizer& optimizer);
 
-/// Returns the names of the tensors that the optimizer keeps for a parameter with the options of a
-/// param group. Throws as `read_param_state` does.
+/// Returns the names of the tensors of the parameter's shape that the optimizer keeps with the
+/// options of a param group; for a described class, of all that it may keep. Throws as
+/// `read_param_state` does.
 std::vector<std::string> state_names(const torch::optim::Optimizer& optimizer,
                                      torch::optim::OptimizerParamGroup& param_group);
+
+/// The state that may have another shape than its parameter: tensors that a described class names,
+/// or any of a `ForeignOptimizer` of an unknown kind that is not elementwise.
+struct OtherShapes {
+  std::set<std::string> names = {};
+  bool any = false;
+  bool contains(const std::string& name) const { return any || names.contains(name); }
+};
+OtherShapes other_shapes(const torch::optim::Optimizer& optimizer);
 
 /// Returns the dtype of the tensors that the optimizer keeps for parameters of dtype `param`.
 at::ScalarType state_dtype(const torch::optim::Optimizer& optimizer, at::ScalarType param);
 
 /// Makes the state of zeros that the first step would make for `param`, if it has none. Does
-/// nothing for SGD with dampening, whose buffer starts as the first gradient; Adagrad has its state
-/// from the start.
+/// nothing for SGD with dampening, whose buffer starts as the first gradient, and for described
+/// classes; Adagrad has its state from the start.
 void make_param_state(torch::optim::Optimizer& optimizer,
                       torch::optim::OptimizerParamGroup& param_group, const at::Tensor& param);
 
@@ -69,9 +80,9 @@ void make_param_state(torch::optim::Optimizer& optimizer,
 /// not support.
 int64_t state_nbytes(const torch::optim::Optimizer& optimizer);
 
-/// Returns the class that the optimizer is or derives from: LibTorch's `Adagrad`, `Adam`, `AdamW`,
-/// `RMSprop` or `SGD`, or `CPUAdam`; for a `ForeignOptimizer`, its `kind()`. Throws as
-/// `read_param_state` does.
+/// Returns the name of the class that the optimizer is or derives from: LibTorch's, `CPUAdam`,
+/// `Muon` or a described one; for a `ForeignOptimizer`, its `kind()`. Throws as `read_param_state`
+/// does.
 std::string optimizer_kind(const torch::optim::Optimizer& optimizer);
 
 /// Returns the options of a param group by LibTorch's names; flags are 0 or 1, and a pair such as

@@ -39,7 +39,7 @@ template <template <class> class Wanted, class F>
 void with_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, const F& f) {
   const auto it = optimizer.state().find(param.unsafeGetTensorImpl());
   if (it == optimizer.state().end()) return;
-  with_kind(optimizer, [&](auto kind) {
+  with_fixed_kind(optimizer, [&](auto kind) {
     using State = typename decltype(kind)::State;
     const torch::optim::OptimizerParamState& state = *it->second;
     if (typeid(state) == typeid(Wanted<State>))

@@ -107,12 +107,9 @@ void check_none_cut(const ShardedState& state, const torch::optim::Optimizer& op
       const auto place = state.find(param);
       if (!place) continue;  // adopted before
       const ParamSlot& slot = state.slot(*place);
-      const bool is_stepped = slot.cut == Cut::kWhole || steps_matrices(optimizer);
-      TORCH_CHECK_NOT_IMPLEMENTED(!slot.dist,
-                                  "[ShardedOptimizer] the optimizer must be "
-                                  "elementwise for parameters that are DistTensors, such as '",
-                                  slot.name(), "', of which each rank has a part only");
-      TORCH_CHECK_NOT_IMPLEMENTED(is_stepped,
+      const bool is_stepped = slot.cut == Cut::kWhole || steps_matrices(optimizer) ||
+                              (slot.cut == Cut::kRows && steps_rows(optimizer, slot.sizes.size()));
+      TORCH_CHECK_NOT_IMPLEMENTED(is_stepped && !slot.dist,
                                   "[ShardedOptimizer] the optimizer must be elementwise, as ranks "
                                   "step parts of parameters ('",
                                   slot.name(), slot.dist ? "' is a DistTensor); " : "' is cut); ",

@@ -110,6 +110,7 @@ void ShardedOptimizer::Impl::offload_state(const Segment& segment) {
   replace_state_tensors(*optimizer, segment.tensor, [&](const at::Tensor& tensor) {
     if (memory->holds(tensor)) return tensor;
     const at::Tensor flat = memory->empty(tensor.numel(), tensor.scalar_type());
+    if (!tensor.is_non_overlapping_and_dense()) return flat.view(tensor.sizes()).copy_(tensor);
     return at::as_strided(flat, tensor.sizes(), tensor.strides()).copy_(tensor);
   });
 }

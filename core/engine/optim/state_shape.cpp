@@ -35,9 +35,10 @@ bool have_one_shape(const Named& named) {
          !differs(named.tensors, [](const at::Tensor& tensor) { return tensor.sizes(); });
 }
 
-void check_named(const std::string& name, const Named& named, const char* function) {
+void check_named(const std::string& name, const Named& named, bool may_fit_by_chance,
+                 const char* function) {
   bool any_fits = false;
-  for (size_t i = 0; i < named.params.size(); ++i) {
+  for (size_t i = 0; i < named.params.size() && !may_fit_by_chance; ++i) {
     const at::IntArrayRef param = named.params[i]->sizes;
     any_fits = any_fits || (is_several(param) && named.tensors[i].sizes() == param);
   }
@@ -70,7 +71,8 @@ bool is_elementwise(const std::string& name, const c10::IValue& value, at::IntAr
   return is_several(sizes) || !others.contains(name);
 }
 
-void check_shapes(const std::vector<ParamValues>& params, const char* function) {
+void check_shapes(const std::vector<ParamValues>& params, const char* function,
+                  const std::set<std::string>& others, bool may_fit_by_chance) {
   std::map<std::string, Named> by_name;
   for (const ParamValues& param : params) {
     for (const auto& [name, value] : param.values) {
@@ -79,7 +81,8 @@ void check_shapes(const std::vector<ParamValues>& params, const char* function) 
       by_name[name].tensors.push_back(value.toTensor());
     }
   }
-  for (const auto& [name, named] : by_name) check_named(name, named, function);
+  for (const auto& [name, named] : by_name)
+    if (!others.contains(name)) check_named(name, named, may_fit_by_chance, function);
 }
 
 }  // namespace tessera

@@ -27,9 +27,11 @@ bool is_elementwise(const std::string& name, const c10::IValue& value, at::IntAr
 
 /// Throws `c10::ValueError` for a tensor that fits no optimizer of these parameters: it does not
 /// have its parameter's shape, and
-/// - another tensor of its name does, or
+/// - another tensor of its name does, unless `may_fit_by_chance`, as a square one may, or
 /// - it has more than one element, and neither do all tensors of its name have one shape, nor are
 ///   its lengths those of the parameter (as with a value for each row).
-void check_shapes(const std::vector<ParamValues>& params, const char* function);
+/// Those named in `others` may have any shape.
+void check_shapes(const std::vector<ParamValues>& params, const char* function,
+                  const std::set<std::string>& others = {}, bool may_fit_by_chance = false);
 
 }  // namespace tessera

@@ -24,9 +24,9 @@ struct ShardedOptimizerOptions {
   ClipOptions clip = {};  ///< how to clip; refused without `max_grad_norm`
 
   /// Declares that the optimizer's step treats each element of a parameter by itself, so that it
-  /// gives the same numbers on 1-D parts of parameters. Needed, unless parameters are sharded by
-  /// `Partition::kWholeParam`, for classes other than Adagrad, Adam, AdamW, CPUAdam, RMSprop and
-  /// SGD, also for those derived from them.
+  /// gives the same numbers on 1-D parts of parameters. Needed, unless parameters are whole, for
+  /// classes other than Adagrad, Adam, AdamW, CPUAdam, RMSprop, SGD and those that
+  /// `register_optimizer()` describes as such, also for classes derived from them.
   bool elementwise = false;
 };
 
@@ -38,10 +38,11 @@ struct ShardedOptimizerOptions {
 /// added to param groups later, say by `inner().add_param_group()` to unfreeze layers, are replaced
 /// by the next step, checkpoint or full state; all ranks must add the same ones.
 ///
-/// Optimizers must be elementwise: see `ShardedOptimizerOptions::elementwise`. Others step whole
-/// parameters under `Partition::kWholeParam`, each on one rank, and must treat each parameter by
-/// itself; `LBFGS` does not, and is refused. With `Offload` optimizers must be of a class whose
-/// state can be read: Adagrad, Adam, AdamW, CPUAdam, RMSprop, SGD, or one derived from them.
+/// An optimizer that is elementwise (see `ShardedOptimizerOptions::elementwise`) steps parts of
+/// parameters. Others step whole parameters (`ShardPlan::cuts`, `Partition::kWholeParam`), each on
+/// one rank, and must treat each parameter by itself; `LBFGS` does not, and is refused. With
+/// `Offload` optimizers must be of a class whose state can be read: Adagrad, Adam, AdamW, CPUAdam,
+/// Muon, RMSprop, SGD, one that `register_optimizer()` describes, or one derived from them.
 class TESSERA_API ShardedOptimizer {
  public:
   /// Throws `c10::ValueError`, and changes nothing, if a parameter does not belong to the model or

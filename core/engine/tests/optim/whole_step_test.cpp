@@ -9,36 +9,6 @@
 
 namespace tessera::testing::whole_step_test {
 
-const std::vector<std::string> kExceptions{"head*", "unused"};
-
-TrainingRun muon_run(const std::vector<std::string>& exceptions) {
-  TrainingRun run = mixed_run<Lamb>();
-  run.make_optimizer = [=](Net& net) {
-    return std::make_unique<Muon>(
-        muon_groups(net, exceptions, MuonOptions(0.02).weight_decay(0.01), MuonOptions(3e-3)));
-  };
-  return run;
-}
-
-struct Named {
-  std::string name;
-  TrainingRun run;
-  std::vector<CutRule> cuts;
-};
-
-const std::vector<CutRule> kAllWhole{{"*", Cut::kWhole}};
-
-std::vector<Named> optimizers() {
-  auto muon = muon_cuts(Mixed(), {}), mixed = muon_cuts(Mixed(), kExceptions);
-  mixed.push_back({"head.weight", Cut::kRows, 2});
-  mixed.push_back({"*bias", Cut::kElements, 8});
-  return {{"Muon", muon_run({}), muon},
-          {"Muon with AdamW", muon_run(kExceptions), mixed},
-          {"LAMB", mixed_run<Lamb>(), kAllWhole},
-          {"Adafactor", mixed_run<Adafactor>(), kAllWhole},
-          {"SOAP", mixed_run<Soap>(), kAllWhole}};
-}
-
 // One process that keeps float values, uses them rounded to `dtype`, and adds up the gradients of
 // each replica's ranks, then those of replicas, in float. `starts_rounded`: its values, too.
 State train_by_sums(const TrainingRun& run, int ranks, int replicas = 1,
@@ -87,11 +57,10 @@ class WholeSteps : public ::testing::TestWithParam<Transport> {};
 INSTANTIATE_TEST_SUITE_P(Over, WholeSteps, ::testing::ValuesIn(kTransports), transport_of_test);
 
 TEST_P(WholeSteps, GiveTheBitsOfOneProcess) {
-  for (const auto& [name, run, cuts] : optimizers()) {
+  for (const auto& [name, run, cuts] : whole_optimizers()) {
     for (const int ranks : {1, 2, 3, 4}) {
       std::vector<ParityCase> cases;
       for (const Offload offload : {Offload::kNone, Offload::kHost}) {
-        if (offload == Offload::kHost && !name.starts_with("Muon")) continue;
         for (ShardPlan plan : with_each_partition({.offload = offload})) {
           for (const int64_t unit_bytes : {900, 1 << 20}) {
             plan.cuts = plan.partition == Partition::kFlatEven ? cuts : std::vector<CutRule>();
@@ -111,7 +80,7 @@ TEST_P(WholeSteps, GiveTheBitsOfOneProcess) {
 }
 
 TEST_P(WholeSteps, OfMastersGiveTheBitsOfOneProcessThatHasThem) {
-  for (const auto& [name, run, cuts] : optimizers()) {
+  for (const auto& [name, run, cuts] : whole_optimizers()) {
     for (const int ranks : {1, 2, 3}) {
       for (const bool is_narrow : {false, true}) {  // the model, or its use alone
         Precision precision;
@@ -130,7 +99,7 @@ TEST_P(WholeSteps, OfMastersGiveTheBitsOfOneProcessThatHasThem) {
 }
 
 TEST_P(WholeSteps, OfReplicasGiveTheBitsOfOneProcess) {
-  for (const auto& [name, run, cuts] : optimizers()) {
+  for (const auto& [name, run, cuts] : whole_optimizers()) {
     const State expected = train_by_sums(run, 4, 2);
     for (const ShardPlan& at_level : at_each_level({.unit_bytes = 900, .cuts = cuts})) {
       const auto states = results_of(
@@ -149,7 +118,7 @@ TEST_P(WholeSteps, OfReplicasGiveTheBitsOfOneProcess) {
 }
 
 TEST(WholeStepsOfParts, AreOthers) {
-  for (const auto& [name, run, cuts] : optimizers()) {
+  for (const auto& [name, run, cuts] : whole_optimizers()) {
     if (name.starts_with("Muon")) continue;
     const State expected = train_by_sums(run, 2);
     const State parts = results_of(2, [&, &run = run](World& world) {
