@@ -36,6 +36,7 @@ std::string PythonOptimizer::kind() const {
   // A class derived from one of torch.optim, or from CPUAdam, has the state of its base.
   for (const py::handle type : own.attr("__mro__")) {
     const auto module = type.attr("__module__").cast<std::string>();
+    if (module == "torch.optim.optimizer") break;  // the base of all
     if (module.starts_with("torch.optim.") || module.starts_with("tessera."))
       return type.attr("__name__").cast<std::string>();
   }

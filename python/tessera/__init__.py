@@ -25,6 +25,7 @@ from .dist_tensor import (CommDebug, DeviceMesh, Partial, Placement, Replicate, 
                           redistribute, to_local, unwrap)
 from .grad_scaler import GradScaler
 from .memory_tracer import MemoryTracer
+from .muon import muon_cuts, muon_groups
 from .optimizer import ShardedOptimizer
 from .parallel import (ColwiseParallel, ContextParallel, PrepareModuleInput, PrepareModuleOutput, RowwiseParallel,
                        SequenceParallel, balance_sequence, dist_empty, dist_full, dist_ones, dist_rand, dist_randn, dist_zeros,
@@ -42,7 +43,8 @@ __all__ = [
     "ShardedOptimizer", "StrictOperators", "balance_sequence", "best_checkpoint", "dist_empty", "dist_full", "dist_ones",
     "dist_rand", "dist_randn", "dist_zeros", "distribute", "distribute_", "distribute_module", "from_local", "full_tensor",
     "fully_shard", "inductor", "init", "is_deferred", "is_dist", "is_initialized", "latest_checkpoint", "load_checkpoint",
-    "load_state_dict", "local_map", "materialize", "mesh_of", "new_group", "parallelize_module", "placements_of", "plan",
+    "load_state_dict", "local_map", "materialize", "mesh_of", "muon_cuts", "muon_groups", "new_group", "parallelize_module",
+    "placements_of", "plan",
     "rank", "redistribute", "register_rule", "save_checkpoint", "save_state_dict", "shutdown", "size", "spawn", "to_local",
     "unbalance_sequence", "unwrap", "use_page_heap",
 ]

@@ -246,8 +246,10 @@ class ShardedOptimizer(InnerOptimizer):
 
     It is itself an optimizer: its `param_groups` are those of the one inside, with the model's parameters, and its `state`
     has this rank's part of each one's state, in one dimension. Schedulers, and code that takes any optimizer, take it. In
-    `step()` the optimizer inside sees this rank's parts in place of the parameters. It must be elementwise, as those of `torch.optim` are but `LBFGS`, `Muon` and `Adafactor`; a class of one's own says so by an
-    attribute `elementwise = True`. Others need a plan with `partition="whole_param"`; `LBFGS` is refused.
+    `step()` the optimizer inside sees this rank's parts in place of the parameters. One that treats each element by itself,
+    as those of `torch.optim` do but `LBFGS`, `Muon` and `Adafactor`, steps parts of parameters; a class of one's own says so
+    by an attribute `elementwise = True`. Others need whole parameters: rules in `cuts`, for which `muon_cuts()` has those of
+    matrices, or `partition="whole_param"`. `LBFGS` is refused.
 
     `fused`: lets AdamW, Adam, SGD and Adagrad use LibTorch's fused operators unless the user has chosen `foreach` or
     `fused` himself; results agree with the plain step to rounding. An operator that does not compute a dtype right is not

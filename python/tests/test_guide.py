@@ -22,6 +22,11 @@ def _run(program, folder):
 
 
 @pytest.mark.parametrize("size", [1, 2])
+def test_the_program_of_muon(ranks, tmp_path, size):
+    assert ranks(size, _run, _programs("docs/guide/optimizers.md")[0], tmp_path, joins=False) == [size] * size
+
+
+@pytest.mark.parametrize("size", [1, 2])
 def test_the_guides_program(ranks, tmp_path, size):
     program = _programs("docs/guide/python.md")[0]
     assert ranks(size, _run, program, tmp_path, joins=False) == [size] * size

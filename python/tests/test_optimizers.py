@@ -86,7 +86,7 @@ def _whole_parameters():
         net = make_net()
         params = [param for param in net.parameters() if param.dim() == 2]
         sharded = tessera.fully_shard(net)
-        with pytest.raises(NotImplementedError, match=rf"must be elementwise.*{kind.__name__}.*kWholeParam.*elementwise = True"):
+        with pytest.raises(NotImplementedError, match=rf"must be elementwise.*{kind.__name__}.*whole_param.*elementwise = True"):
             tessera.ShardedOptimizer(sharded, kind(params, lr=0.1))
         declared = kind(params, lr=0.1)
         declared.elementwise = True

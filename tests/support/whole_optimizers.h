@@ -165,6 +165,21 @@ class Soap : public EachWhole<RateOptions, SoapState> {
   }
 };
 
+struct MomentState : torch::optim::OptimizerCloneableParamState<MomentState> {
+  torch::Tensor moment;
+  int64_t step = 0;
+};
+
+/// Steps each element by the sign of its moment.
+struct Signs : EachWhole<RateOptions, MomentState> {
+  using EachWhole::EachWhole;
+  void update(const RateOptions& options, torch::Tensor param, const torch::Tensor& grad,
+              MomentState& state) const override {
+    if (!state.moment.defined()) state.moment = torch::zeros_like(param);
+    ++state.step;
+    param.sub_(state.moment.lerp_(grad, 0.1).sign() * options.lr);
+  }
+};
 /// A model with matrices, a stack of them, vectors and a number, tied, frozen and unused ones, of
 /// sizes that nothing divides.
 struct Mixed : Net {
@@ -202,19 +217,23 @@ TrainingRun mixed_run(const typename Optimizer::Options& options = {}) {
       .in = 13};
 }
 
+inline OptimizerStateFields moment_fields(MomentState& own) {
+  return {.tensors = {{"moment", &own.moment}}, .counts = {{"step", &own.step}}};
+}
+inline OptimizerOptionFields rate_fields(RateOptions& own) {
+  return {{"lr", &own.lr}, {"beta2", &own.beta2}, {"every", &own.every}, {"flag", &own.flag}};
+}
+
 /// Describes the classes above to Tessera.
 inline void register_whole_optimizers() {
   static const bool done = [] {
-    const auto options = [](RateOptions& own) -> OptimizerOptionFields {
-      return {{"lr", &own.lr}, {"beta2", &own.beta2}, {"every", &own.every}, {"flag", &own.flag}};
-    };
     register_optimizer<Lamb, RateOptions, LambState>(
         {.name = "LAMB",
          .state = [](LambState& own) -> OptimizerStateFields {
            return {.tensors = {{"exp_avg", &own.exp_avg}, {"exp_avg_sq", &own.exp_avg_sq}},
                    .counts = {{"step", &own.step}}};
          },
-         .options = options});
+         .options = rate_fields});
     register_optimizer<Adafactor, RateOptions, AdafactorState>(
         {.name = "Adafactor",
          .state = [](AdafactorState& own) -> OptimizerStateFields {
@@ -222,7 +241,7 @@ inline void register_whole_optimizers() {
                    .others = {{"row", &own.row}, {"column", &own.column}},
                    .counts = {{"step", &own.step}}};
          },
-         .options = options});
+         .options = rate_fields});
     register_optimizer<Soap, RateOptions, SoapState>(
         {.name = "SOAP",
          .state = [](SoapState& own) -> OptimizerStateFields {
@@ -233,7 +252,9 @@ inline void register_whole_optimizers() {
                               {"right_basis", &own.right_basis}},
                    .counts = {{"step", &own.step}}};
          },
-         .options = options});
+         .options = rate_fields});
+    register_optimizer<Signs, RateOptions, MomentState>(
+        {.name = "Signs", .cut = Cut::kAnywhere, .state = moment_fields, .options = rate_fields});
     return true;
   }();
   EXPECT_TRUE(done);

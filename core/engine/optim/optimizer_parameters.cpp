@@ -101,10 +101,11 @@ bool steps_rows(const torch::optim::Optimizer& optimizer, size_t dims) {
 std::string ways_out_of_cuts(const torch::optim::Optimizer& optimizer) {
   const ForeignOptimizer* const foreign = as_foreign(optimizer);
   return fmt::format(
-      "got a {}, which may need whole parameters. Shard them whole (plan.cuts, or "
-      "Partition::kWholeParam), or, if its step treats each element by itself, declare that: "
-      "elementwise = {}",
+      "got a {}, which may need whole parameters. Shard them whole ({}), or, if its step treats "
+      "each element by itself, declare that: elementwise = {}",
       foreign ? foreign->class_name() : c10::demangle(typeid(optimizer).name()),
+      foreign ? R"(cuts=[("*", "whole")], or partition="whole_param")"
+              : R"(plan.cuts = {{"*", Cut::kWhole}}, or Partition::kWholeParam)",
       foreign ? "True in its class" : "true in the options");
 }
 

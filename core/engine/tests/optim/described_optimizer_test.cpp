@@ -7,21 +7,6 @@
 
 namespace tessera::testing::described_optimizer_test {
 
-struct MomentState : torch::optim::OptimizerCloneableParamState<MomentState> {
-  torch::Tensor moment;
-  int64_t step = 0;
-};
-
-/// Steps by the signs of its moment.
-struct Signs : EachWhole<RateOptions, MomentState> {
-  using EachWhole::EachWhole;
-  void update(const RateOptions& options, torch::Tensor param, const torch::Tensor& grad,
-              MomentState& state) const override {
-    if (!state.moment.defined()) state.moment = torch::zeros_like(param);
-    ++state.step;
-    param.sub_(state.moment.lerp_(grad, 0.1).sign() * options.lr);
-  }
-};
 struct DerivedSigns : Signs {
   using Signs::Signs;
 };
@@ -48,13 +33,6 @@ struct Unknown : Signs {
   using Signs::Signs;
 };
 
-OptimizerStateFields moment_fields(MomentState& own) {
-  return {.tensors = {{"moment", &own.moment}}, .counts = {{"step", &own.step}}};
-}
-OptimizerOptionFields rate_fields(RateOptions& own) {
-  return {{"lr", &own.lr}, {"every", &own.every}, {"flag", &own.flag}};
-}
-
 template <class Optimizer>
 void register_moments(const std::string& name, Cut cut) {
   register_optimizer<Optimizer, RateOptions, MomentState>(
@@ -64,7 +42,6 @@ void register_moments(const std::string& name, Cut cut) {
 void register_all() {
   static const bool done = [] {
     register_whole_optimizers();
-    register_moments<Signs>("Signs", Cut::kAnywhere);
     register_moments<RowNorms>("RowNorms", Cut::kRows);
     return true;
   }();
