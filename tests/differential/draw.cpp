@@ -305,6 +305,16 @@ void reduce_by_hand(Program& program) {
   }
 }
 
+// Replaces an optimizer by one of the user's own that needs whole parameters.
+void draw_own_whole(Random& random, Program& program) {
+  Optimizer& optimizer = program.optimizers[random.between(0, 9) % program.optimizers.size()];
+  if (optimizer.kind == "LBFGS" || program.simulated) return;
+  optimizer.kind = random.one_of<const char*>({"Lamb", "Factored"});
+  optimizer.fused = optimizer.declared = false;
+  if (!random.once_in(8))
+    program.plan.cuts.insert(program.plan.cuts.begin(), {"*", Cut::kWhole, 1, 0});
+}
+
 // Draws what came later, after all else, for the same reason.
 void draw_more(Random& random, Program& program) {
   ShardPlan& plan = program.plan;
@@ -337,6 +347,7 @@ void draw_more(Random& random, Program& program) {
   // A layer's parameters must have one dtype.
   program.ignored = random.once_in(10) && !plan.precision.param_dtype;
   if (random.once_in(6)) reduce_by_hand(program);
+  if (random.once_in(6)) draw_own_whole(random, program);
   // Not with scales of rounded parameters: these are those of shards.
   program.grouped =
       random.once_in(6) && !plan.outer && program.shard_size == 0 && program.joined == 0 &&

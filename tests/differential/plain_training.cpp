@@ -111,7 +111,7 @@ void PlainTraining::check_accepted() const {
   for (size_t index = 0; index < program_.optimizers.size(); ++index) {
     const Optimizer& optimizer = program_.optimizers[index];
     if (optimizer.kind == "LBFGS") throw Refused("must be elementwise; got LBFGS");
-    if (optimizer.kind != "Lion" || optimizer.declared) continue;
+    if ((optimizer.kind != "Lion" && !optimizer.is_own_whole()) || optimizer.declared) continue;
     for (const size_t i : parameters_of(program_, index, main_.size()))
       if (!is_whole[i]) throw Refused("declare that: elementwise = true");
   }

@@ -40,6 +40,8 @@ struct Optimizer {
   bool schedule = false;
   bool declared = true;  ///< that it is elementwise (`ShardedOptimizerOptions::elementwise`)
   bool operator==(const Optimizer&) const = default;
+
+  bool is_own_whole() const { return kind == "Lamb" || kind == "Factored"; }  ///< of the user
 };
 
 enum class OpKind : uint8_t {

@@ -50,10 +50,13 @@ class Source {
       if (std::ranges::any_of(program_.layers, has_kind(kind)))
         line("struct {} : Block {{ using Block::Block; {} }};", kind, source);
     if (std::ranges::any_of(program_.optimizers, has_kind("Lion"))) line("{}", kLionSource);
+    const bool is_whole = std::ranges::any_of(program_.optimizers, &Optimizer::is_own_whole);
+    if (is_whole) line("{}", kWholeSource);
     if (has_op(program_, OpKind::kEdit)) line("{}", kEditSource);
     if (!program_.plan.reduce_gradients) line("{}", kByHandSource);
     add_net();
-    line("\nint main() {{\n  tessera::spawn({}, [] {{", program_.ranks);
+    line("\nint main() {{{}\n  tessera::spawn({}, [] {{", is_whole ? "\n  describe_whole();" : "",
+         program_.ranks);
     line("    auto world = tessera::init({{.transport = tessera::Transport::{}}});",
          program_.transport == Transport::kArena ? "kArena" : "kGloo");
     if (program_.simulated) line("    // On the simulated accelerator.");
@@ -152,7 +155,8 @@ class Source {
     if (is_muon)
       options += fmt::format(".momentum({}).nesterov({})", own.momentum, literal(own.flag));
     const std::string scope = own.kind == "CPUAdam" || is_muon ? "tessera" : "optim";
-    const std::string type = own.kind == "Lion" ? "Lion" : scope + "::" + own.kind;
+    const bool is_users = own.kind == "Lion" || own.is_own_whole();
+    const std::string type = is_users ? own.kind : scope + "::" + own.kind;
     line("    std::vector<Tensor> own{};", i);
     line("    for (size_t i = {}; i < params.size(); i += {})", i, program_.optimizers.size());
     line("      {}own{}.push_back(params[i]);", program_.ignored ? "if (i % 5 != 3) " : "", i);
@@ -166,8 +170,8 @@ class Source {
       line("    for (size_t i = 0; i < own{}.size(); ++i)", i);
       line("      groups{0}[i % {1}].params().push_back(own{0}[i]);", i, own.groups);
     }
-    line("    {} inner{}(groups{}, {}Options{});", type, i, i,
-         own.kind == "Lion" ? "optim::SGD" : type, options);
+    line("    {} inner{}(groups{}, {}Options{});", type, i, i, is_users ? "optim::SGD" : type,
+         options);
     for (int group = 1; group < own.groups && !is_muon; ++group)
       line("    inner{}.param_groups()[{}].options().set_lr({});", i, group, own.lr / (1 << group));
     if (own.schedule)

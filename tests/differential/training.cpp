@@ -5,6 +5,7 @@
 #include <tessera/engine/activation_checkpoint.h>
 #include <tessera/engine/cpu_adam.h>
 #include <tessera/engine/muon.h>
+#include <tessera/engine/optimizer_traits.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -51,8 +52,66 @@ WITH_SOURCE(kLion, struct Lion : optim::SGD {
     return static_cast<optim::SGDParamState&>(*state).momentum_buffer();
   }
 };)
+
+// Optimizers of a user's own that need whole parameters, and are described.
+WITH_SOURCE(kWhole, struct Lamb : optim::SGD {
+  using optim::SGD::SGD;
+  using State = optim::AdamParamState;
+  Tensor step(LossClosure closure = nullptr) override {
+    at::NoGradGuard no_grad;
+    for (auto& group : param_groups()) {
+      for (const Tensor& param : group.params()) {
+        if (!param.grad().defined()) continue;
+        auto& own = this->state()[param.unsafeGetTensorImpl()];
+        if (!own) own = std::make_unique<State>();
+        auto& state = static_cast<State&>(*own);
+        state.step(state.step() + 1);
+        param.sub_(update(param, param.grad(), state) * group.options().get_lr());
+      }
+    }
+    return {};
+  }
+  virtual Tensor update(const Tensor& param, const Tensor& grad, State& state) {
+    if (!state.exp_avg().defined()) state.exp_avg(torch::zeros_like(param));
+    if (!state.exp_avg_sq().defined()) state.exp_avg_sq(torch::zeros_like(param));
+    state.exp_avg().mul_(0.75).add_(grad, 0.25);
+    state.exp_avg_sq().mul_(0.875).addcmul_(grad, grad, 0.125);
+    const Tensor direction = state.exp_avg() / (state.exp_avg_sq().sqrt() + 0.001);
+    return direction * (param.norm() / (direction.norm() + 0.001));
+  }
+};
+struct Factored : Lamb {
+  using Lamb::Lamb;
+  Tensor update(const Tensor& param, const Tensor& grad, State& state) override {
+    const Tensor square = grad.square() + 0.001;
+    if (param.dim() < 2) {
+      if (!state.exp_avg_sq().defined()) state.exp_avg_sq(torch::zeros_like(param));
+      return grad / state.exp_avg_sq().mul_(0.75).add_(square, 0.25).sqrt();
+    }
+    const Tensor row = square.mean(-1);
+    const Tensor column = square.mean(-2);
+    if (!state.exp_avg().defined()) state.exp_avg(torch::zeros_like(row));
+    if (!state.max_exp_avg_sq().defined()) state.max_exp_avg_sq(torch::zeros_like(column));
+    state.exp_avg().mul_(0.75).add_(row, 0.25);
+    state.max_exp_avg_sq().mul_(0.75).add_(column, 0.25);
+    const Tensor mean = state.exp_avg().mean(-1, true);
+    return grad / (state.exp_avg().unsqueeze(-1) * state.max_exp_avg_sq().unsqueeze(-2) / mean.unsqueeze(-1)).sqrt();
+  }
+};
+void describe_whole() {
+  const auto options = [](optim::SGDOptions& own) -> tessera::OptimizerOptionFields {
+    return {{"lr", &own.lr()}};
+  };
+  tessera::register_optimizer<Lamb, optim::SGDOptions, Lamb::State>({.name = "Lamb", .state = [](Lamb::State& own) -> tessera::OptimizerStateFields {
+    return {.tensors = {{"average", &own.exp_avg()}, {"square", &own.exp_avg_sq()}}, .counts = {{"step", &own.step()}}};
+  }, .options = options});
+  tessera::register_optimizer<Factored, optim::SGDOptions, Lamb::State>({.name = "Factored", .state = [](Lamb::State& own) -> tessera::OptimizerStateFields {
+    return {.tensors = {{"square", &own.exp_avg_sq()}}, .others = {{"row", &own.exp_avg()}, {"column", &own.max_exp_avg_sq()}}, .counts = {{"step", &own.step()}}};
+  }, .options = options});
+})
 // clang-format on
 const char* const kLionSource = kLion;
+const char* const kWholeSource = kWhole;
 
 namespace {
 
@@ -171,6 +230,10 @@ std::unique_ptr<optim::Optimizer> make_optimizer(const Optimizer& spec,
         spec, CPUAdamOptions(lr).betas(betas).eps(eps).weight_decay(decay).adamw_mode(flag),
         parameters);
   if (kind == "Muon") return make_muon(spec, parameters);
+  static const bool is_described = (describe_whole(), true);
+  if (kind == "Lamb" && is_described)
+    return make_groups<Lamb>(spec, optim::SGDOptions(lr), parameters);
+  if (kind == "Factored") return make_groups<Factored>(spec, optim::SGDOptions(lr), parameters);
   if (kind == "Adagrad")
     return make_groups<optim::Adagrad>(
         spec, optim::AdagradOptions(lr).lr_decay(momentum).weight_decay(decay).eps(eps),

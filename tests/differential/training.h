@@ -64,9 +64,9 @@ std::shared_ptr<Model> make_model(const Program& program, uint64_t start);
 torch::Tensor loss_of(const torch::Tensor& out, torch::Tensor target, const Op& forward);
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(
     const Optimizer& spec, const std::vector<torch::Tensor>& parameters);
-/// The sources of the optimizer "Lion", of `edit()`, and of a backward whose gradients the program
-/// reduces.
-extern const char *const kLionSource, *const kEditSource, *const kByHandSource;
+/// The sources of the optimizer "Lion", of those that need whole parameters, of `edit()`, and of a
+/// backward whose gradients the program reduces.
+extern const char *const kLionSource, *const kWholeSource, *const kEditSource, *const kByHandSource;
 /// A schedule whose number of steps can be set.
 struct Schedule : LambdaLR {
   using LambdaLR::LambdaLR;
