@@ -94,20 +94,28 @@ struct Factored : Lamb {
     if (!state.max_exp_avg_sq().defined()) state.max_exp_avg_sq(torch::zeros_like(column));
     state.exp_avg().mul_(0.75).add_(row, 0.25);
     state.max_exp_avg_sq().mul_(0.75).add_(column, 0.25);
-    const Tensor mean = state.exp_avg().mean(-1, true);
-    return grad / (state.exp_avg().unsqueeze(-1) * state.max_exp_avg_sq().unsqueeze(-2) / mean.unsqueeze(-1)).sqrt();
+    const Tensor means = state.exp_avg() / state.exp_avg().mean(-1, true);
+    return grad / (means.unsqueeze(-1) * state.max_exp_avg_sq().unsqueeze(-2)).sqrt();
   }
 };
 void describe_whole() {
+  using Fields = tessera::OptimizerStateFields;
   const auto options = [](optim::SGDOptions& own) -> tessera::OptimizerOptionFields {
     return {{"lr", &own.lr()}};
   };
-  tessera::register_optimizer<Lamb, optim::SGDOptions, Lamb::State>({.name = "Lamb", .state = [](Lamb::State& own) -> tessera::OptimizerStateFields {
-    return {.tensors = {{"average", &own.exp_avg()}, {"square", &own.exp_avg_sq()}}, .counts = {{"step", &own.step()}}};
-  }, .options = options});
-  tessera::register_optimizer<Factored, optim::SGDOptions, Lamb::State>({.name = "Factored", .state = [](Lamb::State& own) -> tessera::OptimizerStateFields {
-    return {.tensors = {{"square", &own.exp_avg_sq()}}, .others = {{"row", &own.exp_avg()}, {"column", &own.max_exp_avg_sq()}}, .counts = {{"step", &own.step()}}};
-  }, .options = options});
+  const auto lamb = [](Lamb::State& own) -> Fields {
+    return {.tensors = {{"average", &own.exp_avg()}, {"square", &own.exp_avg_sq()}},
+            .counts = {{"step", &own.step()}}};
+  };
+  const auto factored = [](Lamb::State& own) -> Fields {
+    return {.tensors = {{"square", &own.exp_avg_sq()}},
+            .others = {{"row", &own.exp_avg()}, {"column", &own.max_exp_avg_sq()}},
+            .counts = {{"step", &own.step()}}};
+  };
+  tessera::register_optimizer<Lamb, optim::SGDOptions, Lamb::State>(
+      {.name = "Lamb", .state = lamb, .options = options});
+  tessera::register_optimizer<Factored, optim::SGDOptions, Lamb::State>(
+      {.name = "Factored", .state = factored, .options = options});
 })
 // clang-format on
 const char* const kLionSource = kLion;

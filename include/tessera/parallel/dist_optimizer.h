@@ -50,7 +50,8 @@ class TESSERA_API DistOptimizer {
   /// Throws `c10::ValueError`, and changes nothing, for options that contradict each other, if a
   /// level needs parameters that are DistTensors on one mesh and they are not, and if `place_state`
   /// returns anything but a DistTensor of the state's sizes; `c10::NotImplementedError` with
-  /// `place_state` for optimizers other than Adagrad, Adam, AdamW, CPUAdam, RMSprop and SGD.
+  /// `place_state` for optimizers other than Adagrad, Adam, AdamW, CPUAdam, RMSprop and SGD, and
+  /// those that `register_optimizer()` describes.
   DistOptimizer(torch::optim::Optimizer& optimizer, DistOptimizerOptions options = {});
 
   void step();
@@ -65,10 +66,10 @@ class TESSERA_API DistOptimizer {
   /// group. Parameters that `distribute_module` did not name are `param 0`, `param 1`, ...
   ///
   /// Before the first step, also makes the optimizer's state, filled with zeros, so that values can
-  /// be loaded into it. (SGD with dampening makes its own at the first step.) Takes the memory of
-  /// the state, not sharded over `mesh_dim`. Throws `c10::ValueError` at `kNone` if a parameter has
-  /// a gradient before the first step, and `c10::NotImplementedError` as the constructor does with
-  /// `place_state`.
+  /// be loaded into it. (SGD with dampening, and classes that `register_optimizer()` describes,
+  /// make their own at the first step: load after one.) Takes the memory of the state, not sharded
+  /// over `mesh_dim`. Throws `c10::ValueError` at `kNone` if a parameter has a gradient before the
+  /// first step, and `c10::NotImplementedError` as the constructor does with `place_state`.
   std::map<std::string, at::Tensor> state_dict();
 
   /// Loads values of `state_dict()`: ordinary tensors, or DistTensors with any placements. Throws

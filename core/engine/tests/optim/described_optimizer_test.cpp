@@ -210,6 +210,71 @@ TEST(DescribedOptimizer, IsNeededForWhatReadsState) {
   });
 }
 
+// Its count has another name than those of LibTorch.
+struct Calls : Signs {
+  using Signs::Signs;
+};
+
+TEST(DescribedOptimizer, StepsDistTensorsInShards) {
+  register_all();
+  static const bool done = [] {
+    register_optimizer<Calls, RateOptions, MomentState>(
+        {.name = "Calls",
+         .cut = Cut::kAnywhere,
+         .state = [](MomentState& own) -> OptimizerStateFields {
+           return {.tensors = {{"moment", &own.moment}}, .counts = {{"calls", &own.step}}};
+         },
+         .options = rate_fields});
+    return true;
+  }();
+  EXPECT_TRUE(done);
+  const auto values = [](uint64_t seed) {
+    return seeded(seed, [] { return torch::randn({7, 5}, default_generator()); });
+  };
+  torch::Tensor alone = values(1).requires_grad_();
+  Signs plain({alone});
+  for (const int step : {10, 11, 12}) {
+    alone.mutable_grad() = values(step);
+    plain.step();
+  }
+  run_world(2, [&](World&) {
+    const auto mesh = DeviceMesh::over_world();
+    const auto train = [&](torch::Tensor& param, DistOptimizer& optimizer, int first, int last) {
+      for (int step = first; step < last; ++step) {
+        optimizer.zero_grad();
+        (param * distribute(values(step) / mesh.size(), mesh, {Replicate{}})).sum().backward();
+        optimizer.step();
+      }
+    };
+    const DistOptimizerOptions options{.level = ShardLevel::kOptimizerState};
+    torch::Tensor param = distribute(values(1), mesh, {Replicate{}}).requires_grad_();
+    Signs signs({param});
+    DistOptimizer optimizer(signs, options);
+    train(param, optimizer, 10, 12);
+    const auto dict = optimizer.state_dict();
+    EXPECT_EQ(dict.at("param 0.moment").sizes(), param.sizes());
+    torch::Tensor other = full_tensor(param).detach().clone();
+    other = distribute(other, mesh, {Replicate{}}).requires_grad_();
+    Signs other_signs({other});
+    DistOptimizer resumed(other_signs, options);
+    expect_error([&] { resumed.load_state_dict(dict); }, {"'param 0.step' is unknown"});
+    const torch::Tensor start = other.detach().clone();
+    train(other, resumed, 20, 21);  // it makes state
+    {
+      torch::NoGradGuard no_grad;
+      other.copy_(start);
+    }
+    resumed.load_state_dict(dict);
+    train(other, resumed, 12, 13);
+    train(param, optimizer, 12, 13);
+    EXPECT_TRUE(torch::equal(full_tensor(other), full_tensor(param)));
+    torch::Tensor counted = distribute(values(1), mesh, {Replicate{}}).requires_grad_();
+    Calls calls({counted});
+    DistOptimizer refused(calls, options);
+    expect_error([&] { refused.state_dict(); }, {"the count 'step' alone", "Calls", "'calls'"});
+  });
+}
+
 TEST(DescribedOptimizer, MustBeDescribedOnceAndWhole) {
   register_all();
   struct Other : Signs {};
