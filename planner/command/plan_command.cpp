@@ -156,6 +156,8 @@ void add_dtype_options(CLI::App& plan, PlanArguments& arguments) {
   plan.add_option("--master-dtype", arguments.master_dtype,
                   "Narrower parameters have master weights of this dtype")
       ->type_name("DTYPE");
+  plan.add_flag("--round-frozen", arguments.plan.precision.round_frozen,
+                "Frozen parameters keep no values beside those of --param-dtype");
   plan.add_option("--reduce-dtype", arguments.reduce_dtype, "Gradients are sent in this dtype")
       ->type_name("DTYPE");
   plan.add_option("--gather-dtype", arguments.gather_dtype,
@@ -172,6 +174,7 @@ ShardPlan plan_of(const PlanArguments& arguments) {
   plan.partition = arguments.partition == "whole" ? Partition::kWholeParam : Partition::kFlatEven;
   plan.precision = {.param_dtype = dtype_of(arguments.param_dtype),
                     .master_dtype = dtype_of(arguments.master_dtype),
+                    .round_frozen = plan.precision.round_frozen,
                     .reduce_dtype = dtype_of(arguments.reduce_dtype),
                     .gather_dtype = dtype_of(arguments.gather_dtype)};
   if (arguments.offload != "none")

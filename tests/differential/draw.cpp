@@ -80,6 +80,7 @@ void draw_precision(Random& random, Program& program) {
   if (random.once_in(4)) precision.error_feedback = false;
   if (random.once_in(4)) precision.master_only = true;
   if (random.once_in(4)) precision.buffer_dtype = precision.param_dtype;
+  if (precision.param_dtype && random.once_in(3)) precision.round_frozen = true;
 }
 
 bool has_masters(const Program& program) {

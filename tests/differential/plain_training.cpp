@@ -125,6 +125,9 @@ at::ScalarType PlainTraining::main_dtype(size_t param) const {
   const at::ScalarType own = wider(made_[param], used_dtype(made_[param]));
   const auto master = program_.plan.precision.master_dtype;
   const bool has_master = params_[0][param].requires_grad() && !program_.is_ignored(param);
+  if (program_.plan.precision.round_frozen && !params_[0][param].requires_grad() &&
+      !program_.is_ignored(param))
+    return used_dtype(made_[param]);
   return master && has_master ? wider(own, *master) : own;
 }
 

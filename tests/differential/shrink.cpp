@@ -45,9 +45,7 @@ std::vector<Change> changes_of(const Program& program) {
       changed.joined = std::ranges::max(changed.ends);
     });
   if (program.optimizers.size() > 1) changes.push_back([](Program& p) { p.optimizers.pop_back(); });
-#define RESET(member, usual) \
-  reset(                     \
-      [](Program & p) -> auto& { return p.member; }, usual)
+#define RESET(member, usual) reset([](auto& p) -> decltype(auto) { return (p.member); }, usual)
   RESET(shard_size, 0);
   RESET(own_start, false);
   RESET(own_units, false);
@@ -84,6 +82,7 @@ std::vector<Change> changes_of(const Program& program) {
   RESET(plan.start_values, StartValues::kBroadcast);
   RESET(plan.sync_buffers, false);
   RESET(plan.reduce_gradients, true);
+  RESET(plan.precision.round_frozen, false);
   RESET(plan.precision.param_dtype, std::nullopt);
   RESET(plan.precision.master_dtype, std::nullopt);
   RESET(plan.precision.reduce_dtype, std::nullopt);

@@ -59,6 +59,50 @@ TEST_P(MasterCheckpoint, LoadsWithTheBitsOfTheMastersOrRoundedOnce) {
   }
 }
 
+// A checkpoint of rounded frozen parameters has the rounded values, and loads in plans that keep
+// all digits; back, those of their checkpoints are rounded. Trained ones keep their bits.
+TEST_P(MasterCheckpoint, OfRoundedFrozenParametersHasTheRoundedValues) {
+  const auto [ranks, whole] = GetParam();
+  const ScratchDirectory directory;
+  const auto frozen = [](uint64_t seed) {
+    auto net = make_net(seed);
+    net->head->weight.requires_grad_(false);
+    return net;
+  };
+  auto values = plain_state(*make_net(1));
+  for (NamedTensor& item : values)
+    if (item.name == "head.weight") item.tensor = item.tensor.to(at::kBFloat16).to(at::kFloat);
+  const Precision exact = {.param_dtype = at::kBFloat16};
+  const Precision rounds = {.param_dtype = at::kBFloat16, .round_frozen = true};
+  for (const auto level : {ShardLevel::kOptimizerState, ShardLevel::kParameters}) {
+    run_world(ranks, [&, whole = whole](World&) {
+      const auto save = [&](uint64_t seed, const Precision& precision, const char* name) {
+        const auto net = frozen(seed);
+        auto sharded = fully_shard(net, {.level = level, .precision = precision});
+        if (seed != 1) load_checkpoint(directory / "exact", sharded, nullptr);
+        save_checkpoint(directory / name, sharded, nullptr, {.whole_parameters = whole});
+        net->head->weight.requires_grad_(true);  // thawed before the second
+        save_checkpoint(directory / (name + std::string("-thawed")), sharded, nullptr);
+      };
+      save(1, exact, "exact");
+      save(1, rounds, "rounded");
+      save(2, rounds, "loaded");
+    });
+    run_world(2, [&](World&) {
+      for (const char* name : {"rounded", "loaded", "rounded-thawed", "loaded-thawed"}) {
+        const auto net = make_net(3);
+        load_checkpoint(directory / name, *net, nullptr);
+        expect_same_state(plain_state(*net), values, 0, name);
+        auto again = fully_shard(frozen(3), {.level = level, .precision = exact});
+        load_checkpoint(directory / name, again, nullptr);
+        save_checkpoint(directory / "again", again, nullptr);
+        load_checkpoint(directory / "again", *net, nullptr);
+        expect_same_state(plain_state(*net), values, 0, name);
+      }
+    });
+  }
+}
+
 // Parameters in use have the dtype of the masters, and other values.
 TEST_P(MasterCheckpoint, OfRoundedGathersHasTheBitsOfTheMasters) {
   const auto [ranks, whole] = GetParam();

@@ -24,6 +24,9 @@ void check_precision(const Precision& precision) {
                       "[fully_shard] plan.precision.", name,
                       " must be a floating dtype, or kChar (int8); got ", *dtype);
   }
+  TORCH_CHECK_VALUE(!precision.round_frozen || precision.param_dtype,
+                    "[fully_shard] plan.precision.round_frozen needs param_dtype, the dtype to "
+                    "which frozen parameters are rounded");
 }
 
 void check_quantized_reductions(const ShardPlan& plan) {

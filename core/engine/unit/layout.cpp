@@ -30,8 +30,8 @@ int64_t nbytes_of(const ParamSlot& slot) {
 }
 
 // Chooses the dtypes in which a parameter is used and is updated by the optimizer. A frozen
-// parameter keeps the dtype that it was made with, so that no value is lost; it gets a wider master
-// copy when it is trained.
+// parameter keeps the dtype that it was made with, so that no value is lost unless the plan says
+// so; it gets a wider master copy when it is trained.
 void choose_dtypes(ParamSlot& param, const Precision& precision) {
   param.master_dtype = param.thawed_dtype = param.dtype;
   if (!c10::isFloatingType(param.dtype)) return;
@@ -41,7 +41,9 @@ void choose_dtypes(ParamSlot& param, const Precision& precision) {
   const at::ScalarType used = precision.param_dtype.value_or(param.dtype);
   const at::ScalarType own = wider(param.dtype, used);
   param.thawed_dtype = wider(own, precision.master_dtype.value_or(own));
-  param.master_dtype = param.requires_grad ? param.thawed_dtype : own;
+  param.master_dtype = param.requires_grad      ? param.thawed_dtype
+                       : precision.round_frozen ? used
+                                                : own;
   param.dtype = used;
 }
 

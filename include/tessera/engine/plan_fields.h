@@ -98,6 +98,7 @@ void visit_fields(Visit&& visit, Plans&... plans) {
   visit("mesh_dim", plans.mesh_dim...);
   visit("precision.param_dtype", plans.precision.param_dtype...);
   visit("precision.master_dtype", plans.precision.master_dtype...);
+  visit("precision.round_frozen", plans.precision.round_frozen...);
   visit("precision.reduce_dtype", plans.precision.reduce_dtype...);
   visit("precision.error_feedback", plans.precision.error_feedback...);
   visit("precision.gather_dtype", plans.precision.gather_dtype...);

@@ -3,6 +3,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 #include <tessera/comm/process_group.h>
+#include <tessera/engine/outer_step.h>
 #include <tessera/engine/plan_rules.h>
 
 #include <cstdint>
@@ -43,6 +44,12 @@ struct Precision {
   /// rank's part. The optimizer updates them, and after each step the parameters are rounded from
   /// them. kFloat for bfloat16 or half models; none: the optimizer updates the original dtype.
   std::optional<at::ScalarType> master_dtype = std::nullopt;
+
+  /// With a `param_dtype` narrower than the parameters: those that are frozen when the model is
+  /// sharded keep nothing but their rounded values, 2 bytes an element for bfloat16 in place of 6.
+  /// Checkpoints have these values then, and a master copy starts from them when a parameter is
+  /// trained later. False: frozen parameters keep their original values, too.
+  bool round_frozen = false;
 
   /// Dtype in which gradients are sent; none: the parameter's. Sums over ranks are taken in float
   /// or wider, and stored in the dtype that the optimizer updates.
@@ -87,18 +94,6 @@ enum class Offload : uint8_t {
   kNone,       ///< on the parameters' device
   kHost,       ///< in host memory, where the optimizer then steps
   kDirectory,  ///< in unnamed files mapped into memory; they disappear with the process
-};
-
-/// Replicas that train by themselves and are averaged every few steps: LocalSGD, or DiLoCo (arXiv
-/// 2311.08105). Every `every` optimizer steps, the mean over replicas of (start - present) values,
-/// where start values are those after the last average, is the gradient of a step of SGD, by the
-/// formula of `torch::optim::SGD`, from the start values. Its result is the parameters of all.
-/// LocalSGD is a learning rate of 1 without momentum: the result is the mean of the replicas.
-struct OuterStep {
-  int every = 0;  ///< optimizer steps between two averages; must be given
-  double learning_rate = 0.7;
-  double momentum = 0.9;  ///< 0: none, and no memory for it
-  bool nesterov = true;   ///< no difference without momentum
 };
 
 /// Describes how a model is sharded. Every dialect translates its arguments into a plan.

@@ -237,6 +237,94 @@ TEST(Precision, FrozenHalfParametersGetMastersWhenTheyThaw) {
   for (const auto transport : kTransports) run_over(transport, 3, thaw_everywhere);
 }
 
+// A float layer with an update of low rank, as in LoRA.
+struct LowRank : torch::nn::Module {
+  torch::Tensor forward(const torch::Tensor& x) {
+    return torch::linear(x, weight) + torch::linear(torch::linear(x, a), b);
+  }
+  torch::Tensor weight = register_parameter("weight", torch::randn({37, 41}), false);
+  torch::Tensor a = register_parameter("a", torch::randn({3, 41}));
+  torch::Tensor b = register_parameter("b", torch::randn({37, 3}));
+};
+
+std::shared_ptr<LowRank> make_low_rank() {
+  return on_test_device(seeded(5, [] { return std::make_shared<LowRank>(); }));
+}
+
+ShardMemory bytes_of_low_rank(ShardLevel level, const Precision& precision, Offload offload) {
+  return fully_shard(make_low_rank(), {.level = level, .precision = precision, .offload = offload})
+      .memory();
+}
+
+TEST(Precision, RoundedFrozenParametersKeepTwoBytesAnElement) {
+  const Precision rounds{.param_dtype = at::kBFloat16, .round_frozen = true};
+  const Precision exact{.param_dtype = at::kBFloat16};
+  for (const int ranks : {1, 2, 3}) {
+    run_world(ranks, [&](World& world) {
+      for (const ShardLevel level : {ShardLevel::kParameters, ShardLevel::kOptimizerState}) {
+        int64_t frozen = 0, trained = 0, whole = 0, shards = 0;  // elements that this rank has
+        const auto sharded = fully_shard(make_low_rank(), {.level = level, .precision = rounds});
+        for (const auto& unit : sharded.state()->units()) {
+          const UnitLayout& layout = unit->layout();
+          const bool is_frozen = layout.slots[0].name() == "weight";
+          (is_frozen ? frozen : trained) += layout.shard_numel(world.rank());
+          EXPECT_EQ(unit->master().exists(), !is_frozen);
+          whole += layout.numel();
+          shards += layout.shard_numel(world.rank());
+        }
+        const bool frees = level == ShardLevel::kParameters && ranks > 1;
+        const ShardMemory memory = bytes_of_low_rank(level, rounds, Offload::kNone);
+        EXPECT_EQ(memory.parameters, 2 * (frees ? shards : whole));
+        EXPECT_EQ(memory.master_weights, 4 * trained);
+        const ShardMemory before = bytes_of_low_rank(level, exact, Offload::kNone);
+        EXPECT_EQ(before.master_weights, 4 * (trained + frozen));
+        const ShardMemory offloaded = bytes_of_low_rank(level, rounds, Offload::kHost);
+        EXPECT_EQ(offloaded.parameters, frees ? 0 : 2 * whole);
+        EXPECT_EQ(offloaded.master_weights, 0);
+        EXPECT_EQ(offloaded.offloaded, 2 * frozen + 4 * trained);
+      }
+    });
+  }
+}
+
+// The gradient is exact, and the steps are too small for bfloat16.
+TEST(Precision, MastersOfRoundedFrozenParametersStartFromTheRoundedValues) {
+  const auto thaw = [](const ShardPlan& plan) {
+    const auto net = make_low_rank();
+    const auto rounded = net->weight.detach().to(at::kBFloat16).clone();
+    torch::optim::SGD inner(net->parameters(), torch::optim::SGDOptions(0.0009765625));
+    auto sharded = fully_shard(net, plan);
+    ShardedOptimizer optimizer(sharded, inner);
+    const auto train = [&] {
+      optimizer.zero_grad();
+      (net->weight.sum() + net->a.sum() + net->b.sum()).backward();
+      optimizer.step();
+    };
+    train();
+    EXPECT_TRUE(net->weight.equal(rounded));
+    net->weight.requires_grad_(true);
+    auto masters = rounded.to(at::kFloat);
+    for (int step = 0; step < 5; ++step, masters.sub_(0.0009765625)) train();
+    EXPECT_TRUE(net->weight.equal(masters.to(at::kBFloat16)));
+    EXPECT_FALSE(net->weight.equal(rounded));
+    const int64_t all = sharded.memory().master_weights + sharded.memory().offloaded;
+    if (plan.offload == Offload::kNone) {
+      int64_t updated = 0;
+      for (const auto& unit : sharded.state()->units()) updated += unit->updated().numel();
+      EXPECT_EQ(all, 4 * updated);
+    }
+  };
+  for (const auto transport : kTransports) {
+    run_over(transport, 3, [&](World&) {
+      for (const auto offload : {Offload::kNone, Offload::kHost})
+        for (const ShardLevel level : kAllLevels)
+          thaw({.level = level,
+                .precision = {.param_dtype = at::kBFloat16, .round_frozen = true},
+                .offload = offload});
+    });
+  }
+}
+
 TEST(Precision, WritesByOperatorsReachTheMasters) {
   for (const ShardLevel level : kAllLevels) {
     run_world(3, [&](World&) {
@@ -309,6 +397,7 @@ TEST(Precision, DtypesThatCannotWorkAreRefused) {
     refuse({.param_dtype = at::kLong}, "param_dtype must be a floating dtype; got Long");
     refuse({.reduce_dtype = at::kInt},
            "reduce_dtype must be a floating dtype, or kChar (int8); got Int");
+    refuse({.round_frozen = true}, "round_frozen needs param_dtype");
     refuse({.reduce_dtype = at::kDouble}, "can't sum tensors of dtype Double into Float");
     for (const auto own : {at::kDouble, at::kHalf}) {
       const auto net = make_net(own);
