@@ -304,7 +304,7 @@ class AverageLoad : public LoaderLoad {
   void plan(const std::filesystem::path& path, const LoadOptions& options) override {
     TORCH_CHECK_VALUE(!average_->is_swapped,
                       "[load_checkpoint] the model has the averaged values: call swap() first");
-    average_->prepare();
+    average_->prepare(/*of_all=*/true);
     loader_.emplace(path, view_of(*average_), options, ranks().rank(), ranks().size());
   }
   LoadedCheckpoint load() override {

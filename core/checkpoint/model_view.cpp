@@ -202,7 +202,7 @@ ModelView view_of(const AveragedWeights& average) {
   ModelView view = view_of(*average.state, nullptr);
   size_t place = 0;  // units come first
   for (const auto& unit : average.state->units()) {
-    const at::Tensor& values = average.values[unit->index()];
+    const at::Tensor values = average.value(*unit);
     for (const ParamSlot& slot : unit->layout().slots) {
       ParamView& param = view.params[place++];
       param.master_dtype = values.scalar_type();

@@ -158,14 +158,18 @@ void PlainTraining::average(const Op& op) {
   const auto wide = [](const Tensor& values) {
     return values.detach().to(at::promoteTypes(values.scalar_type(), at::kFloat), false, true);
   };
-  if (op.how == 0 && averages_.empty()) {
-    for (const Tensor& param : main_) averages_.push_back(wide(param));
-  } else if (op.how == 0) {
-    for (size_t i = 0; i < main_.size(); ++i) averages_[i].lerp_(wide(main_[i]), 0.25);
+  averages_.resize(main_.size());
+  if (op.how == 0) {
+    for (size_t i = 0; i < main_.size(); ++i) {
+      if (averages_[i].defined())
+        averages_[i].lerp_(wide(main_[i]), 0.25);
+      else if (params_[0][i].requires_grad())
+        averages_[i] = wide(main_[i]);
+    }
   } else {
     for (auto& replica : params_)
       for (size_t i = 0; i < main_.size(); ++i)
-        if (!program_.is_ignored(i))
+        if (!program_.is_ignored(i) && averages_[i].defined())
           write(replica[i], averages_[i].to(main_[i].scalar_type()).to(gathered_dtype(i)));
     evaluate(op);
     for (size_t i = 0; i < main_.size(); ++i) publish(i);

@@ -126,13 +126,7 @@ void ShardedState::end_reading() {
 void ShardedState::thaw_trained() {
   for (const auto& unit : units_) {
     const UnitLayout& layout = unit->layout();
-    if (layout.thawed_dtype == layout.master_dtype) continue;
-    const bool is_trained =
-        std::any_of(layout.slots.begin(), layout.slots.end(), [](const ParamSlot& slot) {
-          const at::Tensor tensor = slot.tensor();
-          return tensor.defined() && tensor.requires_grad();
-        });
-    if (is_trained) unit->thaw();
+    if (layout.thawed_dtype != layout.master_dtype && is_trained(layout)) unit->thaw();
   }
 }
 

@@ -16,9 +16,10 @@ struct AveragedWeights {
   double decay = 0;
   int64_t updates = 0;
   bool is_swapped = false;  ///< the units have the averages
-  /// Of `Unit::updated()`, by unit: of its size, in float or a wider dtype.
+  /// Of `Unit::updated()`, by unit: of its size, in float or a wider dtype; undefined where it is
+  /// equal to it, as all of the unit's parameters are frozen.
   std::vector<at::Tensor> values = {};
-  std::vector<at::Tensor> trained = {};  ///< the units' own values, while they have the averages
+  std::vector<at::Tensor> trained = {};  ///< those units' own, while they have the averages
   std::shared_ptr<const void> exchange = nullptr;  ///< lives while they have
 
   void update();
@@ -28,9 +29,11 @@ struct AveragedWeights {
   void check_separate(const char* what) const;
   /// Throws if the model was unwrapped, or has the values of another average.
   void check_usable() const;
-  /// Makes memory for the average of each unit, with the units' values where that is new: at the
-  /// beginning, and for units that were thawed since.
-  void prepare();
+  /// Makes memory for the averages, with the units' values where that is new: at the beginning, and
+  /// for units that were thawed since. `of_all`: also for units whose parameters are all frozen.
+  void prepare(bool of_all = false);
+  /// The average of a unit, in its dtype.
+  at::Tensor value(const Unit& unit) const;
 };
 
 }  // namespace tessera

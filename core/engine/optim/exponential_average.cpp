@@ -1,4 +1,5 @@
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/equal.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <tessera/engine/exponential_average.h>
@@ -19,15 +20,21 @@ at::Tensor copy_of(const at::Tensor& values) {
 
 }  // namespace
 
-void AveragedWeights::prepare() {
+void AveragedWeights::prepare(bool of_all) {
   values.resize(state->units().size());
   for (size_t unit = 0; unit < values.size(); ++unit) {
     const at::Tensor& updated = state->units()[unit]->updated();
     const at::Tensor& own = values[unit];
+    if (!own.defined() && !of_all && !is_trained(state->units()[unit]->layout())) continue;
     if (!own.defined() || own.numel() != updated.numel() ||
         own.scalar_type() != average_dtype(updated))
       values[unit] = copy_of(updated);
   }
+}
+
+at::Tensor AveragedWeights::value(const Unit& unit) const {
+  const at::Tensor& own = values[unit.index()];
+  return own.defined() ? own : unit.updated().to(average_dtype(unit.updated()));
 }
 
 void AveragedWeights::check_usable() const {
@@ -48,9 +55,12 @@ void AveragedWeights::update() {
   at::NoGradGuard no_grad;
   prepare();
   for (size_t unit = 0; unit < values.size(); ++unit) {
-    const at::Tensor& updated = state->units()[unit]->updated();
-    updates == 0 ? values[unit].copy_(updated)
-                 : values[unit].lerp_(updated.to(values[unit].scalar_type()), 1 - decay);
+    at::Tensor& own = values[unit];
+    if (!own.defined()) continue;
+    const at::Tensor updated = state->units()[unit]->updated().to(own.scalar_type());
+    updates == 0 ? own.copy_(updated) : own.lerp_(updated, 1 - decay);
+    // One that was loaded, or that was trained before and has caught up.
+    if (!is_trained(state->units()[unit]->layout()) && at::equal(own, updated)) own.reset();
   }
   ++updates;
   state->reducer().record(
@@ -66,14 +76,15 @@ void AveragedWeights::swap() {
   prepare();
   const auto write = [&](const std::vector<at::Tensor>& from) {
     for (size_t unit = 0; unit < from.size(); ++unit)
-      state->units()[unit]->updated().copy_(from[unit]);
+      if (from[unit].defined()) state->units()[unit]->updated().copy_(from[unit]);
   };
   if (is_swapped) {
     state->overwrite([&] { write(trained); }, /*to_stay=*/false);
     trained.clear();
     exchange.reset();
   } else {
-    for (const auto& unit : state->units()) trained.push_back(unit->updated().clone());
+    for (const auto& unit : state->units())
+      trained.push_back(values[unit->index()].defined() ? unit->updated().clone() : at::Tensor());
     state->overwrite([&] { write(values); }, /*to_stay=*/false);
     exchange = std::make_shared<const char>();
     state->set_exchanged(exchange);

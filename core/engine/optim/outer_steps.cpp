@@ -41,11 +41,6 @@ at::ScalarType sum_dtype(const Unit& unit) {
   return c10::promoteTypes(unit.layout().master_dtype, at::kFloat);
 }
 
-bool is_trained(const ParamSlot& slot) {
-  const at::Tensor tensor = slot.tensor();
-  return tensor.defined() && tensor.requires_grad();
-}
-
 int64_t nbytes_of(const at::Tensor& tensor) {
   return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
 }
@@ -102,9 +97,7 @@ std::vector<int64_t> OuterSteps::offloaded_sizes() const {
   };
   for (size_t index = 0; index < units_.size(); ++index) {
     const Unit& unit = *state_.units()[index];
-    const auto& slots = unit.layout().slots;
-    if (!unit.master().is_offloaded() || std::none_of(slots.begin(), slots.end(), is_trained))
-      continue;
+    if (!unit.master().is_offloaded() || !is_trained(unit.layout())) continue;
     if (needs_start() && !units_[index].start.defined()) add(unit, unit.layout().master_dtype);
     if (options_.momentum > 0 && !units_[index].momentum.defined()) add(unit, sum_dtype(unit));
   }

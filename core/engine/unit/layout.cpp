@@ -215,6 +215,14 @@ at::Tensor ParamSlot::local(size_t i) const {
   return own.defined() ? local_of(own) : own;
 }
 
+bool is_trained(const ParamSlot& slot) {
+  const at::Tensor tensor = slot.tensor();
+  return tensor.defined() && tensor.requires_grad();
+}
+bool is_trained(const UnitLayout& layout) {
+  return std::ranges::any_of(layout.slots, [](const ParamSlot& slot) { return is_trained(slot); });
+}
+
 at::Tensor global_value(const ParamSlot& slot, const at::Tensor& local) {
   if (!slot.dist) return local;
   const DistSlot& dist = *slot.dist;

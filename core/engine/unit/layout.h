@@ -106,6 +106,11 @@ struct UnitLayout {
   int64_t nbytes() const { return numel() * static_cast<int64_t>(c10::elementSize(dtype)); }
 };
 
+/// True if the parameter requires gradients now, whatever it did when it was sharded.
+bool is_trained(const ParamSlot& slot);
+/// True if any parameter of the unit does.
+bool is_trained(const UnitLayout& layout);
+
 /// The parameter's elements among [begin, end) of the flat buffer, counted there; an empty range if
 /// there are none.
 std::pair<int64_t, int64_t> overlap(const ParamSlot& slot, int64_t begin, int64_t end);

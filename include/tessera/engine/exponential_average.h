@@ -28,8 +28,12 @@ struct AveragedWeights;
 /// each later one computes `average = decay * average + (1 - decay) * parameter`; buffers are not
 /// averaged, and the model's own are used. Parameters that `ShardPlan::ignored` names stay out.
 ///
-/// **Memory**: that of the part which this rank updates, at 4 bytes per element (8 for double);
-/// while the model has the average, that of this part once more. To save it, pass it as one of
+/// The average of a frozen parameter is its value. If it is trained later, its average starts from
+/// its value at the next update; one that was trained before is averaged on.
+///
+/// **Memory**: that of the part which this rank updates, at 4 bytes per element (8 for double), but
+/// none for units whose parameters are all frozen; while the model has the average, that of this
+/// part once more. To save it, pass it as one of
 /// several models: see `CheckpointModel` in `checkpoint.h`.
 class TESSERA_API ExponentialAverage {
  public:

@@ -4,7 +4,10 @@
 #include <tessera/comm/process_group_decorators.h>
 #include <tessera/engine/exponential_average.h>
 
+#include <set>
+
 #include "engine/model/sharded_state.h"
+#include "engine/optim/averaged_weights.h"
 #include "support/error_of.h"
 #include "support/models.h"
 #include "support/scratch_directory.h"
@@ -99,6 +102,107 @@ TEST(ExponentialAverage, UsesMasterWeightsAndOffloadedOnes) {
       job.train(4, 5);
     }
   });
+}
+
+// The head alone is trained, in the first steps. Units have parameters of one kind.
+struct FrozenJob {
+  explicit FrozenJob(const ShardPlan& plan)
+      : net(std::static_pointer_cast<Mlp>(run_in(torch::kFloat).make_net())),
+        inner(net->parameters(), torch::optim::SGDOptions(0.1)),
+        sharded(fully_shard(freeze(), plan)),
+        optimizer(sharded, inner),
+        average(sharded, kDecay) {}
+
+  std::shared_ptr<Mlp> freeze() {
+    for (auto& param : net->parameters()) param.requires_grad_(false);
+    net->head->weight.requires_grad_(true);
+    return net;
+  }
+  void step(int batch) {
+    optimizer.zero_grad();
+    const Batch rows = global_batch(batch, 12, 37, 5);
+    torch::mse_loss(net->forward(rows.x.to(net->dtype())), rows.y.to(net->dtype())).backward();
+    optimizer.step();
+    average.update();
+  }
+  // The units that have an average.
+  std::set<std::string> kept() const {
+    std::set<std::string> names;
+    const auto& values = average.weights()->values;
+    for (size_t unit = 0; unit < values.size(); ++unit)
+      if (values[unit].defined()) names.insert(sharded.state()->units()[unit]->layout().name);
+    return names;
+  }
+  State averaged() {
+    return average.evaluate([&] { return sharded.full_state(); });
+  }
+
+  std::shared_ptr<Mlp> net;
+  torch::optim::SGD inner;
+  Sharded<Mlp> sharded;
+  ShardedOptimizer optimizer;
+  ExponentialAverage average;
+};
+
+TEST(ExponentialAverage, FrozenUnitsHaveNoneUntilTheyThaw) {
+  on_worlds({1, 2, 3}, at_each_level({.unit_bytes = 0}), [](World&, const ShardPlan& plan) {
+    FrozenJob job(plan);
+    std::vector<NamedTensor> want;
+    for (int batch = 0; batch < 3; ++batch) job.step(batch), follow(want, job.sharded.full_state());
+    EXPECT_EQ(job.kept(), std::set<std::string>{"head.weight"});
+    expect_same_state(job.averaged(), want, 1e-6, "frozen");
+    job.net->fcs[0]->weight.requires_grad_(true);
+    job.step(3);
+    const auto now = job.sharded.full_state();
+    follow(want, now);
+    for (size_t i = 0; i < now.size(); ++i)  // it starts here
+      if (now[i].name == "fc0.weight") want[i].tensor = now[i].tensor.clone();
+    job.step(4);
+    follow(want, job.sharded.full_state());
+    EXPECT_EQ(job.kept(), (std::set<std::string>{"fc0.weight", "head.weight"}));
+    // Frozen again, it is still averaged.
+    job.net->fcs[0]->weight.requires_grad_(false);
+    job.step(5);
+    follow(want, job.sharded.full_state());
+    EXPECT_EQ(job.kept().size(), 2);
+    expect_same_state(job.averaged(), want, 1e-6, "thawed");
+  });
+}
+
+TEST(ExponentialAverage, CheckpointsHaveThoseOfFrozenParameters) {
+  const ScratchDirectory scratch;
+  for (const Precision& precision :
+       {Precision(), Precision{.param_dtype = at::kBFloat16, .round_frozen = true}}) {
+    run_world(2, [&](World&) {
+      const ShardPlan plan{.unit_bytes = 0, .precision = precision};
+      FrozenJob job(plan);
+      job.step(0);
+      job.step(1);
+      const auto averaged = job.averaged();
+      save_checkpoint(scratch / "both",
+                      {{"model", job.sharded, &job.optimizer}, {"average", job.average}});
+      FrozenJob other(plan);
+      const auto load = [&] {
+        load_checkpoint(scratch / "both",
+                        {{"model", other.sharded, &other.optimizer}, {"average", other.average}});
+      };
+      load();
+      {
+        torch::NoGradGuard no_grad;
+        for (torch::Tensor& param : other.net->parameters()) param.mul_(2);
+      }
+      expect_same_state(other.averaged(), averaged, 0, "loaded");
+      load();
+      EXPECT_EQ(other.kept().size(), other.sharded.state()->units().size());
+      job.step(2);
+      other.step(2);
+      EXPECT_EQ(other.kept(), std::set<std::string>{"head.weight"});
+      expect_same_state(other.averaged(), job.averaged(), 0, "a step later");
+      FrozenJob model(plan);
+      load_checkpoint(scratch / "both" / "average", model.sharded, nullptr);
+      expect_same_state(model.sharded.full_state(), averaged, 0, "as a model");
+    });
+  }
 }
 
 TEST(ExponentialAverage, WrongUseIsRefused) {
