@@ -46,10 +46,13 @@ void assign(std::optional<OuterStep>& field, std::string_view /*argument*/,
       outer.momentum = item.cast<double>();
     } else if (name == "nesterov") {
       outer.nesterov = item.cast<bool>();
+    } else if (name == "reduce_dtype") {
+      outer.reduce_dtype = item.cast<std::optional<at::ScalarType>>();
     } else {
       throw py::type_error(
-          "[fully_shard] outer has every, learning_rate, momentum and nesterov; got '" + name +
-          "'");
+          "[fully_shard] outer has every, learning_rate, momentum, nesterov and reduce_dtype; got "
+          "'" +
+          name + "'");
     }
   }
   field = outer;

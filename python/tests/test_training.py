@@ -99,7 +99,7 @@ def _averaged():
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     state, _ = train_sharded(sgd, 2, group=single, replicate_group=everyone,
                              outer={"every": 2, "learning_rate": 1, "momentum": 0})
-    with pytest.raises(TypeError, match="outer has every, learning_rate, momentum and nesterov; got 'lr'"):
+    with pytest.raises(TypeError, match="outer has every, learning_rate, momentum, nesterov and reduce_dtype; got 'lr'"):
         tessera.fully_shard(make_net(), group=single, replicate_group=everyone, outer={"lr": 1})
     net = make_net()
     sharded = tessera.fully_shard(net, group=single, replicate_group=everyone, outer=3)

@@ -33,7 +33,8 @@ void check_quantized_reductions(const ShardPlan& plan) {
   const auto& dtype = plan.precision.reduce_dtype;
   if (!dtype || !block_encoding(*dtype)) return;
   TORCH_CHECK_NOT_IMPLEMENTED(
-      !plan.replicate_group && !plan.mesh_dim, "[fully_shard] plan.precision.reduce_dtype ", *dtype,
+      (!plan.replicate_group || plan.outer) && !plan.mesh_dim,
+      "[fully_shard] plan.precision.reduce_dtype ", *dtype,
       " can't go with replicate_group or mesh_dim. Shard over all ranks: between hosts whose ranks "
       "share memory, the sums of a host are sent once");
   TORCH_CHECK_VALUE(!plan.precision.error_feedback || plan.bucket_bytes == 0,
@@ -55,6 +56,10 @@ void check_outer(const ShardPlan& plan) {
   TORCH_CHECK_VALUE(outer.momentum >= 0 && outer.momentum < 1,
                     "[fully_shard] plan.outer.momentum must be at least 0 and below 1; got ",
                     outer.momentum);
+  TORCH_CHECK_VALUE(!outer.reduce_dtype || block_encoding(*outer.reduce_dtype),
+                    "[fully_shard] plan.outer.reduce_dtype must be kChar (int8) or kFloat8_e4m3fn, "
+                    "or none for float; got ",
+                    *outer.reduce_dtype);
   TORCH_CHECK_NOT_IMPLEMENTED(!plan.mesh_dim, "[fully_shard] plan.outer can't go with mesh_dim");
   TORCH_CHECK_VALUE(
       plan.replicate_group,

@@ -194,19 +194,22 @@ void check_countable(const ShardPlan& plan, at::Device device) {
               "process has set one of its own");
 }
 
-void check_messages(const UnitContext& context, const std::vector<UnitLayout>& layouts) {
+void check_messages(const UnitContext& context, const ShardMesh& mesh, const ShardPlan& plan,
+                    const std::vector<UnitLayout>& layouts) {
+  const auto check = [](const char* field, ProcessGroup& ranks, Encoding encoding) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        encoding == Encoding::kPlain || ranks.size() == 1 || !ranks.transport().sends_plain(),
+        "[fully_shard] plan.", field, ": messages over ", ranks.backend_name(),
+        " can't be sent as ", to_string(encoding),
+        ". Over Gloo's own connections (init() makes them), and between hosts whose ranks share "
+        "memory, they can");
+  };
   for (const UnitLayout& unit : layouts) {
-    ProcessGroup& shard = context.mesh_of(unit).shard();
-    if (shard.size() == 1 || !shard.transport().sends_plain()) continue;
-    for (const auto& [field, encoding] : {std::pair("reduce_dtype", unit.reduce_encoding),
-                                          std::pair("gather_dtype", unit.gather_encoding)}) {
-      TORCH_CHECK_NOT_IMPLEMENTED(encoding == Encoding::kPlain, "[fully_shard] plan.precision.",
-                                  field, ": messages over ", shard.backend_name(),
-                                  " can't be sent as ", to_string(encoding),
-                                  ". Over Gloo's own connections (init() makes them), and between "
-                                  "hosts whose ranks share memory, they can");
-    }
+    check("precision.reduce_dtype", context.mesh_of(unit).shard(), unit.reduce_encoding);
+    check("precision.gather_dtype", context.mesh_of(unit).shard(), unit.gather_encoding);
   }
+  if (plan.outer && plan.outer->reduce_dtype)
+    check("outer.reduce_dtype", mesh.replicate(), *block_encoding(*plan.outer->reduce_dtype));
 }
 
 // Returns this rank's; null if no process group of the mesh has any.
@@ -265,7 +268,7 @@ std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> para
     context.offload = make_state_memory(plan, layouts.front().device);
     if (context.offload) context.offload->reserve(master_nbytes(layouts, context));
     check_countable(plan, layouts.front().device);
-    check_messages(context, layouts);
+    check_messages(context, mesh, plan, layouts);
   });
   check_same_model(mesh, params, plan);
   check_devices(mesh, layouts.front().device);

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "comm/group/encoding.h"
 #include "engine/unit/note_write.h"
 
 namespace tessera {
@@ -52,11 +53,18 @@ bool OuterSteps::OfUnit::takes_part() const {
 }
 
 OuterSteps::OuterSteps(ShardedState& state)
-    : state_(state), options_(*state.plan().outer), replicas_(*state.plan().replicate_group) {
+    : state_(state),
+      options_(*state.plan().outer),
+      replicas_(*state.plan().replicate_group),
+      encoding_(options_.reduce_dtype && !replicas_.sends_to().empty()
+                    ? *block_encoding(*options_.reduce_dtype)
+                    : Encoding::kPlain) {
   for (const auto& unit : state.units()) {
     units_.push_back({.slots = std::vector<bool>(unit->layout().slots.size(), false),
                       .start = {},
                       .momentum = {},
+                      .error = {},
+                      .sum_error = {},
                       .label = fmt::format("average of {}", unit->label())});
   }
   begin_round();
@@ -78,9 +86,9 @@ void OuterSteps::check_averaged(const char* what) const {
       options_.every - position(), " steps");
 }
 
-// The mean of the values needs none.
+// The mean of the values needs none; rounding is for differences, which are small.
 bool OuterSteps::needs_start() const {
-  return options_.learning_rate != 1 || options_.momentum > 0;
+  return options_.reduce_dtype || options_.learning_rate != 1 || options_.momentum > 0;
 }
 
 // Offloaded if the unit's values are.
@@ -174,16 +182,49 @@ OuterSteps::Average OuterSteps::start_average(size_t unit) {
     values = difference;
   }
   values = values.to(whole.layout().device);
-  Average average{unit, values, nullptr};
-  if (replicas_.size() > 1)
+  Average average{unit, values, nullptr, {}, {}};
+  if (encoding_ != Encoding::kPlain)
+    start_rounded(average);
+  else if (replicas_.size() > 1)
     average.work = replicas_.all_reduce(values, ReduceOp::kSum, {own.label, Channel::kParams});
   return average;
 }
 
-void OuterSteps::finish(const Average& average) {
+// An all-reduce rounds at each hop. Here each value is rounded once on its way to the sum, which
+// one replica takes, and the sum once.
+void OuterSteps::start_rounded(Average& average) {
+  OfUnit& own = units_[average.unit];
+  const int64_t numel = average.values.numel(), size = replicas_.size();
+  const int64_t blocks = (numel + kEncodedBlock - 1) / kEncodedBlock;
+  for (int64_t r = 0; r <= size; ++r)
+    average.bounds.push_back(std::min(numel, blocks * r / size * kEncodedBlock));
+  const int64_t begin = average.bounds[replicas_.rank()];
+  average.sums =
+      at::empty({average.bounds[replicas_.rank() + 1] - begin}, average.values.options());
+  if (state_.plan().precision.error_feedback && !own.error) {
+    own.error = std::make_shared<at::Tensor>();
+    own.sum_error = at::zeros_like(average.sums);
+  }
+  average.work =
+      replicas_.reduce_scatter(average.sums, {{0, average.values, numel}}, average.bounds,
+                               ReduceScatterOptions{.encoding = encoding_, .error = own.error},
+                               {own.label, Channel::kParams});
+}
+
+void OuterSteps::gather_rounded(Average& average) {
+  const OfUnit& own = units_[average.unit];
+  average.values = at::empty_like(average.values);  // the old ones may still be sent
+  replicas_
+      .all_gather(average.values, rounded_by(encoding_, average.sums, own.sum_error),
+                  average.bounds, {own.label, Channel::kParams}, encoding_)
+      ->wait();
+}
+
+void OuterSteps::finish(Average& average) {
   Unit& unit = *state_.units()[average.unit];
   OfUnit& own = units_[average.unit];
   if (average.work) average.work->wait();
+  if (average.sums.defined()) gather_rounded(average);
   const at::Tensor& updated = unit.updated();
   const at::Tensor mean = average.values.div_(replicas_.size()).to(updated.device());
   const at::Tensor values = needs_start() ? new_values(unit, own, mean) : mean;
@@ -211,7 +252,9 @@ at::Tensor OuterSteps::new_values(const Unit& unit, OfUnit& own, const at::Tenso
 
 int64_t OuterSteps::nbytes() const {
   int64_t nbytes = 0;
-  for (const OfUnit& own : units_) nbytes += nbytes_of(own.start) + nbytes_of(own.momentum);
+  for (const OfUnit& own : units_)
+    nbytes += nbytes_of(own.start) + nbytes_of(own.momentum) + nbytes_of(own.sum_error) +
+              (own.error ? nbytes_of(*own.error) : 0);
   return nbytes;
 }
 
@@ -265,6 +308,7 @@ void OuterSteps::check_momentum(const std::map<std::string, at::Tensor>& saved) 
 void OuterSteps::set_momentum(const std::map<std::string, at::Tensor>& saved) {
   at::NoGradGuard no_grad;
   begin_round();
+  for (OfUnit& own : units_) own.error.reset(), own.sum_error.reset();
   if (options_.momentum == 0) return;
   for (OfUnit& own : units_)
     if (own.momentum.defined()) own.momentum.zero_();

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -43,7 +44,7 @@ class OuterSteps {
   /// Throws `c10::ValueError` between two averages, when this replica's values are its own.
   void check_averaged(const char* what) const;
 
-  /// Bytes of start values and momentum: all, and those in offload memory.
+  /// Bytes of start values, momentum and errors of rounding: all, and those in offload memory.
   int64_t nbytes() const;
   int64_t offloaded_nbytes() const;
 
@@ -60,20 +61,27 @@ class OuterSteps {
     std::vector<bool> slots;  // trained in this round
     at::Tensor start;         // this rank's part when the round began
     at::Tensor momentum;      // undefined: zeros
-    std::string label;        // of its collective
+    // What rounding lost of the differences and of the sums for which this replica answers.
+    std::shared_ptr<at::Tensor> error;
+    at::Tensor sum_error;
+    std::string label;  // of its collective
     bool takes_part() const;
   };
   struct Average {
     size_t unit = 0;
     at::Tensor values;
-    WorkPtr work;  // null: one replica
+    WorkPtr work;                 // null: one replica
+    std::vector<int64_t> bounds;  // of the sums that each replica rounds; empty: none does
+    at::Tensor sums;              // those of this one
   };
 
   void begin_round();
   bool needs_start() const;
   void average(std::vector<bool>& changed);
   Average start_average(size_t unit);
-  void finish(const Average& average);
+  void start_rounded(Average& average);
+  void gather_rounded(Average& average);
+  void finish(Average& average);
   at::Tensor new_values(const Unit& unit, OfUnit& own, const at::Tensor& mean) const;
   at::Tensor memory_for(const Unit& unit, at::ScalarType dtype) const;
   template <class F>
@@ -82,6 +90,7 @@ class OuterSteps {
   ShardedState& state_;
   const OuterStep options_;
   ProcessGroup& replicas_;
+  const Encoding encoding_;  // of messages to other replicas
   std::vector<OfUnit> units_;
   int64_t position_ = 0;
   int64_t overwrites_ = 0;  // of the state, when the round began

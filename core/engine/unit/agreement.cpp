@@ -32,8 +32,9 @@ std::string text_of(const std::optional<int64_t>& number) {
 }
 std::string text_of(const std::optional<OuterStep>& outer) {
   if (!outer) return "none";
-  return fmt::format("every {}, learning_rate {}, momentum {}, nesterov {}", outer->every,
-                     outer->learning_rate, outer->momentum, outer->nesterov);
+  return fmt::format("every {}, learning_rate {}, momentum {}, nesterov {}, reduce_dtype {}",
+                     outer->every, outer->learning_rate, outer->momentum, outer->nesterov,
+                     text_of(outer->reduce_dtype));
 }
 std::string text_of(const std::vector<GroupRule>& rules) {
   std::vector<std::string> texts;

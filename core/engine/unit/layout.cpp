@@ -162,15 +162,18 @@ void choose_message_dtypes(UnitLayout& unit, bool is_trained, const ShardPlan& p
   const auto reduce_dtype = plan.precision.reduce_dtype, gather_dtype = plan.precision.gather_dtype;
   const auto check_blocks = [&](const char* field, at::ScalarType wanted, at::ScalarType dtype) {
     TORCH_CHECK_NOT_IMPLEMENTED(dtype == at::kFloat || dtype == at::kBFloat16,
-                                "[fully_shard] plan.precision.", field, " ", wanted,
+                                "[fully_shard] plan.", field, " ", wanted,
                                 " is for elements of float and bfloat16; got ", dtype);
-    TORCH_CHECK_NOT_IMPLEMENTED(computes_on_host(unit.device), "[fully_shard] plan.precision.",
-                                field, " ", wanted,
-                                " is for parameters in host memory; got device ", unit.device);
+    TORCH_CHECK_NOT_IMPLEMENTED(computes_on_host(unit.device), "[fully_shard] plan.", field, " ",
+                                wanted, " is for parameters in host memory; got device ",
+                                unit.device);
   };
+  if (is_trained && plan.outer && plan.outer->reduce_dtype)
+    check_blocks("outer.reduce_dtype", *plan.outer->reduce_dtype,
+                 c10::promoteTypes(unit.master_dtype, at::kFloat));
   if (reduce_dtype && block_encoding(*reduce_dtype)) {
-    check_blocks("reduce_dtype", *reduce_dtype, unit.dtype);
-    check_blocks("reduce_dtype", *reduce_dtype, unit.master_dtype);
+    check_blocks("precision.reduce_dtype", *reduce_dtype, unit.dtype);
+    check_blocks("precision.reduce_dtype", *reduce_dtype, unit.master_dtype);
     unit.reduce_encoding = *block_encoding(*reduce_dtype);
     unit.error_feedback = plan.precision.error_feedback;
   } else {
@@ -184,7 +187,7 @@ void choose_message_dtypes(UnitLayout& unit, bool is_trained, const ShardPlan& p
   if (!block_encoding(*gather_dtype)) {
     unit.gather_dtype = *gather_dtype;
   } else if (unit.level != ShardLevel::kNone) {
-    check_blocks("gather_dtype", *gather_dtype, unit.dtype);
+    check_blocks("precision.gather_dtype", *gather_dtype, unit.dtype);
     unit.gather_encoding = *block_encoding(*gather_dtype);
   }
 }

@@ -57,7 +57,8 @@ struct Precision {
   /// kChar (int8) or kFloat8_e4m3fn: blocks of 256 elements are sent with a scale in a quarter of
   /// float's bytes, as in ZeRO++'s qgZ (arXiv 2306.10209). Each rank sends its gradients, or the
   /// sums of a host whose ranks share memory, once; sums are taken in float. For parameters of
-  /// float or bfloat16 over connections of messages in host memory; not with `replicate_group`.
+  /// float or bfloat16 over connections of messages in host memory; not with `replicate_group`,
+  /// unless `outer` is set, whose averages have a dtype of their own.
   std::optional<at::ScalarType> reduce_dtype = std::nullopt;
 
   /// With a `reduce_dtype` of 8 bits: what rounding has lost of a gradient is added to the next one

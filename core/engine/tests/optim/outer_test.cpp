@@ -6,32 +6,11 @@
 
 #include <cmath>
 
-#include "support/counted_job.h"
-#include "support/distinct_parameters.h"
+#include "engine/tests/optim/outer_job.h"
+#include "support/contract.h"
 #include "support/scratch_directory.h"
 
 namespace tessera::testing::outer_test {
-
-constexpr int64_t kWidth = 37, kRows = 12, kOut = 5;
-
-using MakeOptimizer =
-    std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<torch::Tensor>)>;
-
-const MakeOptimizer kSgd = [](std::vector<torch::Tensor> params) {
-  return std::make_unique<torch::optim::SGD>(params, torch::optim::SGDOptions(0.1).momentum(0.9));
-};
-const MakeOptimizer kAdamW = [](std::vector<torch::Tensor> params) {
-  return std::make_unique<torch::optim::AdamW>(params, torch::optim::AdamWOptions(1e-2));
-};
-
-struct OuterRun {
-  std::function<std::shared_ptr<Net>()> make_net = [] {
-    return seeded(7, [] { return std::make_shared<Mlp>(kWidth, 2, kOut); });
-  };
-  MakeOptimizer make_optimizer = kAdamW;
-  int replicas = 2, shards = 1, steps = 7;
-  int ranks() const { return replicas * shards; }
-};
 
 std::vector<torch::Tensor> trained(Net& net) {
   std::vector<torch::Tensor> result;
@@ -114,19 +93,6 @@ std::vector<std::vector<State>> simulate(const OuterRun& run, const OuterStep& o
   }
   return states;
 }
-
-TrainingRun training_of(const OuterRun& run) {
-  return {.make_net = run.make_net, .make_optimizer = [make = run.make_optimizer](Net& net) {
-            return make(distinct_parameters(net));
-          }};
-}
-
-// A model and its optimizer on one rank.
-struct OuterJob : CountedJob<> {
-  OuterJob(World& world, const OuterRun& run, const ShardPlan& plan,
-           const ShardedOptimizerOptions& options = {.fused = false})
-      : CountedJob(training_of(run), world, plan, options, run.shards) {}
-};
 
 // Expects what the simulation has after each step, equal bits of all ranks of a replica, and of all
 // replicas after each average; and that replicas differ in between.
@@ -532,6 +498,24 @@ TEST(Outer, PlansThatMakeNoSenseAreRefused) {
     refuse({.outer = OuterStep{}}, {"outer.every must be at least 1", "got 0"});
     refuse({.outer = OuterStep{.every = 1, .learning_rate = 0}}, {"outer.learning_rate", "got 0"});
     refuse({.outer = OuterStep{.every = 1, .momentum = 1}}, {"outer.momentum", "got 1"});
+    OuterStep narrow{.every = 1};
+    narrow.reduce_dtype = at::kInt;
+    refuse({.outer = narrow},
+           {"outer.reduce_dtype must be kChar (int8) or kFloat8_e4m3fn", "got Int"});
+    narrow.reduce_dtype = at::kChar;
+    const auto backend = make_process_group(Kind::kBackend, world);
+    refuse({.replicate_group = backend, .outer = narrow},
+           {"[fully_shard] plan.outer.reduce_dtype", "messages over", "can't be sent as int8"});
+    expect_error(
+        [&] {
+          const auto net = on_test_device(std::make_shared<Mlp>(8, 1, 3));
+          net->to(at::kDouble);
+          const auto groups = world.hybrid_process_groups(1);
+          fully_shard(net, {.process_group = groups.shard,
+                            .replicate_group = groups.replicate,
+                            .outer = narrow});
+        },
+        {"outer.reduce_dtype Char is for elements of float and bfloat16; got Double"});
     refuse({.level = ShardLevel::kNone, .reduce_gradients = false, .outer = OuterStep{.every = 1}},
            {"plan.outer needs plan.reduce_gradients"});
     refuse({.unreplicated = {"head.weight"}, .outer = OuterStep{.every = 1}},
