@@ -10,7 +10,9 @@
 
 #include "base/files/untrusted.h"
 #include "engine/model/memory_count.h"
+#include "engine/optim/optimizer_parameters.h"
 #include "engine/optim/param_state.h"
+#include "engine/unit/placement.h"
 #include "planner/paper_job.h"
 #include "trace/memory_timeline.h"
 
@@ -36,6 +38,15 @@ void check_options(const PlanReportOptions& options) {
 }
 
 int64_t item_size(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
+
+// Bytes of a parameter's optimizer state for each of its elements.
+int64_t state_item(const ParamSlot& slot, const PlanReportOptions& options) {
+  const int64_t item = item_size(slot.master_dtype);
+  if (!options.muon) return options.state_tensors * item;
+  const bool is_matrix =
+      takes_muon(slot.name(), static_cast<int64_t>(slot.global_sizes().size()), *options.muon);
+  return (is_matrix ? 1 : 2) * std::max(item, item_size(at::kFloat));
+}
 
 bool is_trainable(const UnitLayout& unit) { return unit.slots.front().requires_grad; }
 
@@ -150,8 +161,7 @@ class PlannedStep final : public PaperObserver, public MemoryListener {
     for (const auto& unit : job_.state().units()) {
       for (const ParamSlot& slot : unit->layout().slots) {
         const auto [begin, end] = unit->updated_range(slot);
-        if (slot.requires_grad)
-          state_nbytes_ += (end - begin) * options_.state_tensors * item_size(slot.master_dtype);
+        if (slot.requires_grad) state_nbytes_ += (end - begin) * state_item(slot, options_);
       }
     }
   }
@@ -265,14 +275,15 @@ double zero_paper_bytes(const ShardedState& model, ShardLevel level,
   double parameters = 0, gradients = 0, state = 0;
   for (const auto& own : model.units()) {
     const UnitLayout& unit = own->layout();
-    double numel = 0;
-    for (const ParamSlot& slot : unit.slots) numel += static_cast<double>(slot.numel);
     const auto item = static_cast<double>(item_size(unit.dtype));
-    const auto master_item = static_cast<double>(item_size(unit.master_dtype));
-    parameters += numel * item;
-    if (!is_trainable(unit)) continue;
-    gradients += numel * item;
-    state += numel * master_item * (options.state_tensors + (unit.has_master() ? 1 : 0));
+    const int64_t master_item = unit.has_master() ? item_size(unit.master_dtype) : 0;
+    for (const ParamSlot& slot : unit.slots) {
+      const auto numel = static_cast<double>(slot.numel);
+      parameters += numel * item;
+      if (!is_trainable(unit)) continue;
+      gradients += numel * item;
+      state += numel * static_cast<double>(state_item(slot, options) + master_item);
+    }
   }
   if (level >= ShardLevel::kOptimizerState) state /= options.ranks;
   if (level >= ShardLevel::kGradients) gradients /= options.ranks;
@@ -284,8 +295,17 @@ void list_units(PlanReport& report, const ShardedState& state) {
   for (const auto& own : state.units()) {
     const UnitLayout& unit = own->layout();
     report.units.push_back(
-        {unit.name, unit.numel(), unit.nbytes(), unit.level, is_trainable(unit)});
-    for (const ParamSlot& slot : unit.slots) report.parameters += slot.numel;
+        {unit.name, unit.numel(), unit.nbytes(), unit.level, is_trainable(unit), {}, {}});
+    PlannedUnit& planned = report.units.back();
+    for (size_t rank = 0; rank + 1 < unit.bounds.size(); ++rank)
+      planned.shards.push_back(unit.shard_numel(static_cast<int>(rank)));
+    for (const ParamSlot& slot : unit.slots) {
+      report.parameters += slot.numel;
+      if (slot.cut == Cut::kAnywhere) continue;
+      const int owner = owner_of(unit, slot);
+      planned.cuts.push_back(
+          {slot.name(), slot.cut, slot.block, owner, cut_text(slot.cut, slot.block, owner)});
+    }
     if (unit.nbytes() > report.units[report.largest_unit].nbytes)
       report.largest_unit = report.units.size() - 1;
   }
@@ -357,6 +377,15 @@ std::vector<ParameterSize> parameter_sizes(const std::vector<NamedTensor>& param
   for (ParamSlot& slot : collect_parameters(parameters))
     sizes.push_back({std::move(slot.names), std::move(slot.sizes), slot.dtype, slot.requires_grad});
   return sizes;
+}
+
+std::vector<CutRule> muon_cuts(const std::vector<ParameterSize>& parameters,
+                               const std::vector<std::string>& exceptions) {
+  std::vector<CutRule> rules;
+  for (const auto& [names, shape, dtype, trainable] : parameters)
+    if (takes_muon(names.front(), static_cast<int64_t>(shape.size()), exceptions))
+      rules.push_back({names.front(), shape.size() == 2 ? Cut::kWhole : Cut::kRows});
+  return rules;
 }
 
 int state_tensors_of(torch::optim::Optimizer& optimizer) {

@@ -172,13 +172,15 @@ std::string optimizer_assumptions(const PlanJob& job) {
           ? *precision.master_dtype
           : made;
   std::string text = fmt::format("- Parameters are used in {}. ", name_of(used));
+  const std::string state =
+      job.options.muon ? "1 tensor of state for each matrix and 2 for others"
+                       : fmt::format("{} tensors of state for each", job.options.state_tensors);
   if (updated != used)
     return text + fmt::format(
                       "The optimizer updates master weights in {},\n"
-                      "  with {} tensors of state for each, in that dtype.\n",
-                      name_of(updated), job.options.state_tensors);
-  text += fmt::format("The optimizer updates them, with {} tensors of state for each.\n",
-                      job.options.state_tensors);
+                      "  with {}, in that dtype.\n",
+                      name_of(updated), state);
+  text += fmt::format("The optimizer updates them, with {}.\n", state);
   if (c10::elementSize(used) < c10::elementSize(at::kFloat))
     text += "  There are no master weights; most train with --master-dtype float32.\n";
   return text;

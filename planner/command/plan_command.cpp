@@ -4,12 +4,14 @@
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
+#include <charconv>
 #include <cmath>
 #include <cstdio>
 #include <functional>
 #include <map>
 #include <memory>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -54,6 +56,7 @@ struct PlanArguments {
   double parameters = 0;
   int layers = 32;
   std::string level, partition = "even", optimizer = "adamw", offload = "none";
+  std::vector<std::string> cuts, muon_exceptions;
   std::string param_dtype, master_dtype, reduce_dtype, gather_dtype;
   ShardPlan plan;
   PlanReportOptions options;
@@ -89,6 +92,41 @@ std::vector<std::string> names_of(const Values& values) {
   std::vector<std::string> names;
   for (const auto& [name, value] : values) names.push_back(name);
   return names;
+}
+
+std::vector<std::string> with_muon(std::vector<std::string> names) {
+  names.emplace_back("muon");
+  return names;
+}
+
+int64_t number_in(const std::string& text, const std::string& rule) {
+  int64_t number = 0;
+  const char* const end = text.data() + text.size();
+  const auto [last, error] = std::from_chars(text.data(), end, number);
+  TORCH_CHECK_VALUE(error == std::errc() && last == end, "--cut ", rule,
+                    ": a size and a number of dims must be whole numbers; got '", text, "'");
+  return number;
+}
+
+CutRule cut_rule_of(const std::string& text) {
+  std::vector<std::string> parts;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, ':');) parts.push_back(part);
+  const auto cut = parts.size() > 1 ? find_plan_choice<Cut>(parts[1]) : std::nullopt;
+  TORCH_CHECK_VALUE(cut && parts.size() <= 4,
+                    "--cut must be NAMES:CUT, NAMES:CUT:SIZE or NAMES:CUT:SIZE:DIM, with a CUT of "
+                    "anywhere, rows, elements or whole; got '",
+                    text, "'");
+  CutRule rule{.names = parts[0], .cut = *cut};
+  if (parts.size() > 2) rule.size = number_in(parts[2], text);
+  if (parts.size() > 3) rule.min_dim = number_in(parts[3], text);
+  return rule;
+}
+
+// The rules that were given come first.
+void use_muon(PlanJob& job, const std::vector<std::string>& exceptions) {
+  job.options.muon = exceptions;
+  for (CutRule& rule : muon_cuts(job.sizes, exceptions)) job.plan.cuts.push_back(std::move(rule));
 }
 
 void add_model_options(CLI::App& plan, PlanArguments& arguments) {
@@ -131,8 +169,19 @@ void add_plan_options(CLI::App& plan, PlanArguments& arguments) {
          "even: units are cut into equal shards (default); whole: each parameter has an owner",
          {"even", "whole"});
   choice("--optimizer", arguments.optimizer,
-         "adamw (default), adam, amsgrad, sgd, momentum, adagrad or rmsprop",
-         names_of(optimizers()));
+         "adamw (default), adam, amsgrad, sgd, momentum, adagrad, rmsprop or muon",
+         with_muon(names_of(optimizers())));
+  plan.add_option("--muon-except", arguments.muon_exceptions,
+                  "With --optimizer muon: names or patterns of matrices that AdamW steps, such as "
+                  "embeddings and heads; may be given several times")
+      ->take_all()
+      ->type_name("NAMES");
+  plan.add_option(
+          "--cut", arguments.cuts,
+          "Where parameters may be cut: whole, rows, elements or anywhere, blocks of SIZE "
+          "rows or elements, for parameters of at least DIM dims; may be given several times")
+      ->take_all()
+      ->type_name("NAMES:CUT[:SIZE[:DIM]]");
   choice("--offload", arguments.offload,
          "Where optimizer state lies: none (default), host, directory",
          {"none", "host", "directory"});
@@ -171,6 +220,7 @@ std::optional<at::ScalarType> dtype_of(const std::string& name) {
 
 ShardPlan plan_of(const PlanArguments& arguments) {
   ShardPlan plan = arguments.plan;
+  for (const std::string& cut : arguments.cuts) plan.cuts.push_back(cut_rule_of(cut));
   plan.partition = arguments.partition == "whole" ? Partition::kWholeParam : Partition::kFlatEven;
   plan.precision = {.param_dtype = dtype_of(arguments.param_dtype),
                     .master_dtype = dtype_of(arguments.master_dtype),
@@ -197,7 +247,11 @@ PlanJob job_of(const PlanArguments& arguments, const std::optional<StepTimeOptio
   job.options.ranks = step ? step->ranks() : arguments.ranks.value_or(1);
   TORCH_CHECK_VALUE(!step || job.options.replicas == 1,
                     "the time of a step is not known for --replicas; got ", job.options.replicas);
-  job.options.state_tensors = state_tensors_of(*optimizers().at(arguments.optimizer)());
+  const bool is_muon = arguments.optimizer == "muon";
+  TORCH_CHECK_VALUE(is_muon || arguments.muon_exceptions.empty(),
+                    "--muon-except needs --optimizer muon; got ", arguments.optimizer);
+  if (!is_muon)
+    job.options.state_tensors = state_tensors_of(*optimizers().at(arguments.optimizer)());
   job.ranks_per_host = arguments.step.ranks_per_host(job.options.ranks);
   TORCH_CHECK_VALUE(job.ranks_per_host <= job.all_ranks(),
                     "--ranks-per-host must be at most the number of ranks, ", job.all_ranks(),
@@ -234,6 +288,7 @@ PlanResults compute(const PlanArguments& arguments) {
   PlanJob& job = results.job;
   arguments.memory.apply(job, arguments.file);
   if (job.sizes.empty()) job.sizes = sizes_of(arguments);
+  if (arguments.optimizer == "muon") use_muon(job, arguments.muon_exceptions);
   results.table = rank_table(job, results.levels, table_ranks);
   if (arguments.memory.asks_for_peak())
     results.fit = fit_report(job, results.levels, arguments.memory.limits());

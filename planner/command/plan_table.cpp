@@ -1,5 +1,7 @@
 #include "planner/command/plan_table.h"
 
+#include <tessera/engine/plan_fields.h>
+
 #include <functional>
 #include <utility>
 
@@ -98,11 +100,33 @@ ordered_json rank_json(const PlannedRank& rank) {
   return {{"rank", rank.rank}, {"memory", memory_json(rank)}, {"sent_per_step", traffic}};
 }
 
+// The shards of units that are cut anywhere are equal.
 ordered_json unit_json(const PlannedUnit& unit) {
-  return {{"name", unit.name},
-          {"elements", unit.numel},
-          {"bytes", unit.nbytes},
-          {"trainable", unit.trainable}};
+  ordered_json json = {{"name", unit.name},
+                       {"elements", unit.numel},
+                       {"bytes", unit.nbytes},
+                       {"trainable", unit.trainable}};
+  if (unit.cuts.empty()) return json;
+  json["shards"] = unit.shards;
+  for (const PlannedCut& cut : unit.cuts) {
+    ordered_json& entry = json["cuts"].emplace_back(
+        ordered_json{{"name", cut.name}, {"cut", plan_choice(cut.cut).name}});
+    if (cut.cut != Cut::kWhole) entry["block"] = cut.block;
+    if (cut.owner >= 0) entry["owner"] = cut.owner;
+  }
+  return json;
+}
+
+// The first parameters that may not be cut anywhere.
+std::string cut_lines(const PlanReport& report) {
+  constexpr size_t kMost = 40;
+  std::string text;
+  size_t count = 0;
+  for (const PlannedUnit& unit : report.units)
+    for (const PlannedCut& cut : unit.cuts)
+      if (++count <= kMost) text += fmt::format("  {}: {}\n", cut.name, cut.text);
+  if (count > kMost) text += fmt::format("  ... and {} more, which --json has\n", count - kMost);
+  return count == 0 ? "" : "\nwhere parameters may be cut, unless anywhere\n" + text;
 }
 
 }  // namespace
@@ -166,7 +190,8 @@ std::string plan_table(const std::vector<LevelReport>& levels, const PlanReportO
   return text +
          "\nThe paper has gradients in the dtype of parameters, whole at os. The engine keeps "
          "reduced "
-         "ones,\nin the dtype that the optimizer updates, and 1/N of them at os, too.\n";
+         "ones,\nin the dtype that the optimizer updates, and 1/N of them at os, too.\n" +
+         cut_lines(first);
 }
 
 ordered_json plan_json(const std::vector<LevelReport>& levels, const PlanReportOptions& options) {

@@ -213,6 +213,67 @@ TEST(PlanReport, EqualsTheMemoryOfRanksThatShareIt) {
   }
 }
 
+// Matrices that ranks own, and state that differs by parameter: shards of different sizes.
+TEST_P(PlanReportMatrix, EqualsTheEngineWithMuonOnWholeMatrices) {
+  const std::vector<std::string> exceptions = {"in.*", "tied"};
+  on_all_ranks([&](const Groups& groups) {
+    for (const auto level : kAllLevels) {
+      for (const auto& precision : {Precision(), Precision{.param_dtype = at::kBFloat16}}) {
+        SCOPED_TRACE(fmt::format("level {}", static_cast<int>(level)));
+        const auto net = seeded(3, [] { return std::make_shared<PaperNet>(); });
+        const auto sizes = parameter_sizes(*net);
+        ShardPlan plan{.level = level, .unit_bytes = 400, .precision = precision};
+        plan.cuts = muon_cuts(*net, exceptions);
+        EXPECT_EQ(muon_cuts(sizes, exceptions), plan.cuts);
+        const PlanReportOptions options{
+            .ranks = groups.shard->size(), .rank = groups.shard->rank(), .muon = exceptions};
+        const PlanReport report = plan_report(sizes, plan, options);
+        plan.process_group = groups.shard;
+        plan.replicate_group = groups.replicate;
+        Muon muon(muon_groups(*net, exceptions, MuonOptions(0.01), MuonOptions(0.01)));
+        auto sharded = fully_shard(net, plan);
+        ShardedOptimizer optimizer(sharded, muon);
+        for (int step = 0; step < 2; ++step) {
+          optimizer.zero_grad();
+          net->forward(torch::ones({2, 13})).sum().backward();
+          optimizer.step();
+        }
+        expect_same_memory(report.rank.memory, optimizer.memory());
+        const auto& units = sharded.state()->units();
+        const std::string table = sharded.describe();
+        for (size_t i = 0; i < units.size(); ++i) {
+          const PlannedUnit& unit = report.units[i];
+          EXPECT_EQ(unit.shards[options.rank], units[i]->layout().shard_numel(options.rank));
+          for (const PlannedCut& cut : unit.cuts) {
+            EXPECT_GT(unit.shards[cut.owner], 0) << cut.name;
+            EXPECT_NE(table.find(fmt::format("{}: whole, on rank {}\n", cut.name, cut.owner)),
+                      std::string::npos)
+                << table;
+          }
+        }
+        int64_t most = 0;
+        for (int rank = 0; rank < options.ranks; ++rank) {
+          PlanReportOptions other = options;
+          other.rank = rank;
+          most = std::max(most, plan_report(sizes, plan, other).rank.kept());
+        }
+        EXPECT_EQ(report.fullest.kept(), most);
+      }
+    }
+  });
+}
+
+TEST(PlanReport, ListsWhereParametersMayBeCut) {
+  const std::vector<ParameterSize> sizes = {{{"a"}, {8, 8}}, {{"b"}, {6, 32}}, {{"c"}, {100}}};
+  const ShardPlan plan{.cuts = {{"a"}, {"b", Cut::kRows, 2}}};
+  const PlanReport report = plan_report(sizes, plan, {.ranks = 2});
+  std::vector<std::string> texts;
+  for (const PlannedUnit& unit : report.units)
+    for (const PlannedCut& cut : unit.cuts) texts.push_back(cut.name + ": " + cut.text);
+  EXPECT_EQ(texts, (std::vector<std::string>{"a: whole, on rank 0",
+                                             "b: between blocks of 64 elements, which are rows"}));
+}
+
 TEST(PlanReport, RefusesWhatCantBeCounted) {
   const int64_t most = 1'000'000'000'000'000'000;
   expect_error([&] { plan_report({{{"a"}, {most, 4}}}, {}); }, {"counted in 64 bits"});

@@ -73,6 +73,61 @@ TEST(Plan, PrintsWhatARankKeepsAndSends) {
   EXPECT_EQ(sent.at("all"), json({{"calls", 6}, {"bytes", 653}}));
 }
 
+// Float matrices of 4096, 1024 and 1024 elements on three ranks, each whole, and a vector.
+TEST(Plan, MuonKeepsMatricesWholeAndTheFullestRankIsNamed) {
+  const TemporaryDirectory directory;
+  const auto file = write_list(
+      directory, "emb float32 96 16\nw1 float32 64 64\nw2 float32 32 32\nw3 float32 32 32\n");
+  const Command muon = {file, "--ranks",     "3",    "--level",       "os", "--unit-bytes",
+                        "0",  "--optimizer", "muon", "--muon-except", "emb"};
+  const json level = report_of(muon).at("levels")[0];
+  std::map<std::string, int> owners;
+  for (const json& unit : level.at("units"))
+    for (const json& cut : unit.value("cuts", json::array())) {
+      EXPECT_EQ(cut.at("cut"), "whole");
+      owners[cut.at("name")] = cut.at("owner");
+      EXPECT_EQ(unit.at("shards")[owners[cut.at("name")]], unit.at("elements"));
+    }
+  EXPECT_EQ(owners, (std::map<std::string, int>{{"w1", 0}, {"w2", 1}, {"w3", 2}}));
+  EXPECT_EQ(level.at("keeps_most").at("rank"), 0);
+  // Momentum of w1, and two moments of the 512 elements of emb that each rank has.
+  EXPECT_EQ(level["keeps_most"].at("memory").at("optimizer_state"), 4 * 4096 + 2 * 4 * 512);
+  const auto end = plan(muon);
+  EXPECT_EQ(end.status, 0) << end.err;
+  EXPECT_NE(end.out.find("  w2: whole, on rank 1\n"), std::string::npos) << end.out;
+}
+
+TEST(Plan, TakesRulesOfCutsAndRefusesOthers) {
+  const TemporaryDirectory directory;
+  const auto file = write_list(directory, "a float32 64 64\nb float32 6 32\nc float32 64 frozen\n");
+  const json level = report_of({file, "--ranks", "2", "--level", "os", "--unit-bytes", "0", "--cut",
+                                "a:whole", "--cut", "b*:rows:2:2"})
+                         .at("levels")[0];
+  EXPECT_EQ(level.at("units")[0].at("cuts")[0],
+            json({{"name", "a"}, {"cut", "whole"}, {"owner", 0}}));
+  EXPECT_EQ(level.at("units")[1].at("cuts")[0],
+            json({{"name", "b"}, {"cut", "rows"}, {"block", 64}}));
+  const auto refuse = [&](const Command& more, const std::string& text) {
+    const auto end = plan(with({file}, more));
+    EXPECT_EQ(end.status, 2);
+    EXPECT_NE(end.err.find(text), std::string::npos) << end.err;
+  };
+  refuse({"--cut", "a"}, "--cut must be NAMES:CUT");
+  refuse({"--cut", "a:half"}, "got 'a:half'");
+  refuse({"--cut", "a:rows:x"}, "must be whole numbers; got 'x'");
+  refuse({"--cut", "z:whole"}, "'z' fits no parameter");
+  refuse({"--muon-except", "a"}, "--muon-except needs --optimizer muon; got adamw");
+  const auto master = [&](const Command& more) {
+    return report_of(with({file, "--param-dtype", "bfloat16", "--level", "none"}, more))
+        .at("levels")[0]
+        .at("rank")
+        .at("memory")
+        .at("master_weights")
+        .get<int64_t>();
+  };
+  EXPECT_EQ(master({}) - master({"--round-frozen"}), 4 * 64);
+}
+
 TEST(Plan, PrintsWhatRanksKeepThatShareMemory) {
   const TemporaryDirectory directory;
   const auto file = write_list(directory, "a float32 8 8\nb float32 64\n");

@@ -9,6 +9,7 @@
 #include "engine/model/join_scope.h"
 #include "engine/model/model_gradients.h"
 #include "engine/model/unwrap_module.h"
+#include "engine/unit/placement.h"
 
 namespace tessera {
 namespace {
@@ -196,6 +197,10 @@ std::string ShardedModule::describe() const {
     text += fmt::format("{:>4}  {:>12}  {:>12}  {:<15}  {}\n", unit->index(), layout.numel(),
                         layout.shard_numel(unit->mesh().shard().rank()),
                         kLevelNames.at(static_cast<size_t>(layout.level)), layout.name);
+    for (const ParamSlot& slot : layout.slots)
+      if (slot.cut != Cut::kAnywhere)
+        text += fmt::format("      {}: {}\n", slot.name(),
+                            cut_text(slot.cut, slot.block, owner_of(layout, slot)));
   }
   return text;
 }

@@ -16,6 +16,7 @@
 
 #include "engine/optim/cpu_adam_step.h"
 #include "engine/optim/muon_step.h"
+#include "engine/optim/optimizer_parameters.h"
 #include "engine/unit/placement.h"
 
 namespace tessera {
@@ -112,7 +113,7 @@ void check_gradients(const OptimizerParamGroup& group) {
 struct MuonParam {
   std::string name;
   at::Tensor param;
-  bool takes_muon;
+  bool is_matrix;
 };
 
 // Returns each parameter once, by its first name; none of its names may be an exception.
@@ -121,15 +122,13 @@ std::vector<MuonParam> list_params(const torch::nn::Module& module,
   std::vector<MuonParam> params;
   for (const auto& item : module.named_parameters()) {
     const at::Tensor& param = item.value();
-    const bool takes_muon =
-        (param.dim() == 2 || param.dim() == 3) &&
-        std::ranges::none_of(exceptions, [&](auto& it) { return fits_pattern(it, item.key()); });
+    const bool is_matrix = takes_muon(item.key(), param.dim(), exceptions);
     const auto known =
         std::ranges::find_if(params, [&](auto& it) { return it.param.is_same(param); });
     if (known == params.end()) {
-      params.push_back({item.key(), param, takes_muon});
+      params.push_back({item.key(), param, is_matrix});
     } else {
-      known->takes_muon = known->takes_muon && takes_muon;
+      known->is_matrix = known->is_matrix && is_matrix;
     }
   }
   return params;
@@ -202,6 +201,11 @@ void step_muon_group(Muon& optimizer, const OptimizerParamGroup& group,
     }
   }
   if (!elsewhere.empty()) step_by_operators(adamw, elsewhere);
+}
+
+bool takes_muon(const std::string& name, int64_t dims, const std::vector<std::string>& exceptions) {
+  if (dims != 2 && dims != 3) return false;
+  return std::ranges::none_of(exceptions, [&](auto& it) { return fits_pattern(it, name); });
 }
 
 MuonOptions::MuonOptions(double lr) : lr_(lr) {}
@@ -283,8 +287,8 @@ std::vector<OptimizerParamGroup> muon_groups(const torch::nn::Module& module,
                                              const std::vector<std::string>& exceptions,
                                              MuonOptions muon, MuonOptions adamw) {
   std::vector<at::Tensor> matrices, others;
-  for (const auto& [name, param, takes_muon] : list_params(module, exceptions))
-    (takes_muon ? matrices : others).push_back(param);
+  for (const auto& [name, param, is_matrix] : list_params(module, exceptions))
+    (is_matrix ? matrices : others).push_back(param);
   std::vector<OptimizerParamGroup> groups;
   if (!matrices.empty())
     groups.emplace_back(matrices, std::make_unique<MuonOptions>(muon.adamw(false)));
@@ -296,8 +300,8 @@ std::vector<OptimizerParamGroup> muon_groups(const torch::nn::Module& module,
 std::vector<CutRule> muon_cuts(const torch::nn::Module& module,
                                const std::vector<std::string>& exceptions) {
   std::vector<CutRule> rules;
-  for (const auto& [name, param, takes_muon] : list_params(module, exceptions))
-    if (takes_muon) rules.push_back({name, param.dim() == 2 ? Cut::kWhole : Cut::kRows});
+  for (const auto& [name, param, is_matrix] : list_params(module, exceptions))
+    if (is_matrix) rules.push_back({name, param.dim() == 2 ? Cut::kWhole : Cut::kRows});
   return rules;
 }
 

@@ -36,6 +36,9 @@ bool steps_matrices(const torch::optim::Optimizer& optimizer);
 /// itself, such as `Muon` each matrix of a stack.
 bool steps_rows(const torch::optim::Optimizer& optimizer, size_t dims);
 
+/// Returns true if `muon_groups()` gives Muon a parameter of this name and so many dims.
+bool takes_muon(const std::string& name, int64_t dims, const std::vector<std::string>& exceptions);
+
 /// Returns the end of an error about parameters that are cut for an optimizer that is not known to
 /// step elementwise.
 std::string ways_out_of_cuts(const torch::optim::Optimizer& optimizer);

@@ -286,6 +286,20 @@ void place(UnitLayout& unit, const std::vector<int>& owners, std::vector<int64_t
   }
 }
 
+int owner_of(const UnitLayout& unit, const ParamSlot& slot) {
+  if (slot.cut != Cut::kWhole || slot.numel == 0) return -1;
+  return static_cast<int>(std::ranges::upper_bound(unit.bounds, slot.offset) -
+                          unit.bounds.begin()) -
+         1;
+}
+
+std::string cut_text(Cut cut, int64_t block, int owner) {
+  if (cut == Cut::kAnywhere) return "anywhere";
+  if (cut == Cut::kWhole) return owner < 0 ? "whole" : fmt::format("whole, on rank {}", owner);
+  return fmt::format("between blocks of {} elements{}", block,
+                     cut == Cut::kRows ? ", which are rows" : "");
+}
+
 bool fits_pattern(std::string_view pattern, std::string_view name) {
   const size_t star = pattern.find('*');
   if (star == std::string_view::npos) return name == pattern;

@@ -33,6 +33,12 @@ void choose_cuts(std::vector<ParamSlot>& params, const ShardPlan& plan);
 std::vector<int> choose_owners(const std::vector<ParamSlot>& params, const ShardPlan& plan,
                                const std::map<int, int>& sizes);
 
+/// Returns the rank of a whole parameter; -1 for parameters that may be cut, and empty ones.
+int owner_of(const UnitLayout& unit, const ParamSlot& slot);
+
+/// Returns where a parameter may be cut, and its owner if it has one: "whole, on rank 2".
+std::string cut_text(Cut cut, int64_t block, int owner);
+
 /// Sets the offsets of a unit's slots, which come in the order of registration, and the bounds of
 /// ranks; may reorder the slots. `owners`: of the slots. `loads`: the elements of each rank in the
 /// units before; adds those in this one, unless all ranks have equally many. See [Note: Flat

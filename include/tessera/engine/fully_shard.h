@@ -203,7 +203,8 @@ class TESSERA_API ShardedModule {
 
   ShardMemory memory() const;
 
-  /// Returns a table of the units: names, elements, this rank's shard, level.
+  /// Returns a table of the units: names, elements, this rank's shard, level; under each, where its
+  /// parameters may be cut, unless anywhere, and the owners of whole ones.
   std::string describe() const;
 
   /// Throws if the model was unwrapped.

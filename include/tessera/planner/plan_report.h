@@ -8,6 +8,7 @@
 #include <tessera/export.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -62,6 +63,10 @@ TESSERA_API at::ScalarType parse_dtype(const std::string& name);
 /// differ in this.
 TESSERA_API int state_tensors_of(torch::optim::Optimizer& optimizer);
 
+/// Returns the rules for a plan that `muon_cuts()` has for such parameters.
+TESSERA_API std::vector<CutRule> muon_cuts(const std::vector<ParameterSize>& parameters,
+                                           const std::vector<std::string>& exceptions);
+
 /// A moment of forward or backward at which a rank may need the most memory.
 struct ActivationMoment {
   std::string name;       ///< such as `backward of layer 3: feed-forward`
@@ -83,6 +88,9 @@ struct PlanReportOptions {
   /// See `state_tensors_of()`. They are counted in the dtype that the optimizer updates. (Those of
   /// Adagrad have the dtype that the parameters have when it is constructed.)
   int state_tensors = 2;
+  /// Set: in place of them the state of `Muon`, with these exceptions of `muon_groups()`: a tensor
+  /// for a matrix, two for other parameters, in float or wider. `plan.cuts` must have the rules.
+  std::optional<std::vector<std::string>> muon = std::nullopt;
 
   /// Indices of the units in the order in which forward and backward use them. Both empty:
   /// registration order, and the reverse. A unit that backward does not read, such as the weights
@@ -103,6 +111,15 @@ struct PlanReportOptions {
   std::vector<ActivationMoment> moments;
 };
 
+/// A parameter that may not be cut anywhere.
+struct PlannedCut {
+  std::string name;
+  Cut cut = Cut::kWhole;
+  int64_t block = 1;  ///< elements that stay together where it may be cut
+  int owner = -1;     ///< the rank of a whole one
+  std::string text;   ///< of all this, as in `ShardedModule::describe()`
+};
+
 /// A unit's sizes, without its values.
 struct PlannedUnit {
   std::string name;
@@ -110,6 +127,8 @@ struct PlannedUnit {
   int64_t nbytes = 0;  ///< of the full parameters
   ShardLevel level = ShardLevel::kParameters;
   bool trainable = true;
+  std::vector<int64_t> shards;   ///< elements of each rank's part
+  std::vector<PlannedCut> cuts;  ///< in the order in memory
 };
 
 /// Traffic of a rank in a step, by purpose. Bytes are those that a counting process group counts
