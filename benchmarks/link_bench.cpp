@@ -101,8 +101,17 @@ class LinkMeasurement {
     });
     for (const auto& name : options.against) {
       others_.push_back(add(name, [&](int /*rank*/) -> std::vector<std::string> {
-        return {options.python,    "-m",      "tessera.bench.worker", "--system", name, "--size",
-                options.step.size, "--level", options.step.level};
+        return {options.python,
+                "-m",
+                "tessera.bench.worker",
+                "--system",
+                name,
+                "--size",
+                options.step.size,
+                "--level",
+                options.step.level,
+                "--optimizer",
+                options.step.optimizer};
       }));
     }
   }

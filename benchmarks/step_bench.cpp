@@ -29,11 +29,18 @@ void check_options(const StepBenchOptions& options) {
   TORCH_CHECK_VALUE(options.quiet == 0 || options.quiet > 1,
                     "[bench step] --quiet must be 0, or above 1, which is no noise; got ",
                     options.quiet);
+  TORCH_CHECK_VALUE(
+      options.optimizer == "adamw" || !loop_switches(options.loop).bf16,
+      "[bench step] --optimizer muon has no loop with bf16: the local reference keeps "
+      "no master weights for it");
   const bool is_plain = loop_switches(options.loop).is_plain();
   if (options.dialect == "native") return;
   TORCH_CHECK_VALUE(options.level == "os" || options.level == "os_g",
                     "[bench step] --dialect fairscale has the levels os and os_g; got '",
                     options.level, "'");
+  TORCH_CHECK_VALUE(options.optimizer == "adamw",
+                    "[bench step] --optimizer muon goes with --dialect native; got '",
+                    options.dialect, "'");
   TORCH_CHECK_VALUE(is_plain, "[bench step] loops go with --dialect native; got '", options.dialect,
                     "'");
   TORCH_CHECK_VALUE(

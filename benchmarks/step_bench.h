@@ -24,6 +24,7 @@ struct StepBenchOptions {
   std::string level = "p_g_os";     ///< none, os, os_g or p_g_os
   std::string dialect = "native";   ///< native, or fairscale at os and os_g
   std::string transport = "arena";  ///< how the ranks of the sharded job communicate
+  std::string optimizer = "adamw";  ///< adamw; or muon, for the matrices of hidden layers
   int ranks = 2;
   int rounds = 5;        ///< turns of each, the sharded job and the local reference
   int steps = 10;        ///< timed steps in a turn

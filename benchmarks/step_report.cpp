@@ -147,7 +147,7 @@ ordered_json report_head(const char* bench, const StepBenchOptions& options) {
           {"level", options.level},   {"dialect", options.dialect},
           {"ranks", options.ranks},   {"transport", options.transport},
           {"rounds", options.rounds}, {"steps", options.steps},
-          {"quiet", options.quiet}};
+          {"quiet", options.quiet},   {"optimizer", options.optimizer}};
 }
 
 ordered_json report_origin() {
@@ -205,9 +205,9 @@ std::string step_table(const ordered_json& report) {
     return line(name, both(kept["sharded"][kind], kept["local"][kind]), 1e6, 2);
   };
   const auto text = [&](const char* key) { return text_of(report, key); };
-  return fmt::format("{} ({} parameters), level {}, {} ranks over {}, {} rounds of {} steps\n",
-                     text("size"), text("parameters"), text("level"), text("ranks"),
-                     text("transport"), text("rounds"), text("steps")) +
+  return fmt::format("{} ({} parameters), {}, level {}, {} ranks over {}, {} rounds of {} steps\n",
+                     text("size"), text("parameters"), text("optimizer"), text("level"),
+                     text("ranks"), text("transport"), text("rounds"), text("steps")) +
          fmt::format("{:<34}{:>12}{:>12}{:>9}\n", "", "sharded", "local", "ratio") +
          time_lines(report) + kept_line("kept: parameters (MB)", "parameters") +
          kept_line("kept: gradients (MB)", "gradients") +

@@ -72,10 +72,11 @@ class StepWorker {
     if (options_.role == StepRole::kSharded) {
       plan_.process_group = world_->process_group();
       const bool is_native = options_.bench.dialect == "native";
-      trainer_ = is_native ? make_sharded_trainer(std::move(model), switches_, plan_)
+      trainer_ = is_native ? make_sharded_trainer(std::move(model), options_.bench.optimizer,
+                                                  switches_, plan_)
                            : make_fairscale_trainer(std::move(model), plan_);
     } else {
-      trainer_ = make_local_trainer(std::move(model), switches_,
+      trainer_ = make_local_trainer(std::move(model), options_.bench.optimizer, switches_,
                                     world_ ? world_->process_group() : nullptr);
     }
     for (int i = 0; i < steps; ++i) trainer_->step(next_batch());

@@ -3,6 +3,7 @@
 #include <tessera/comm/process_group_decorators.h>
 #include <tessera/dialects/fairscale.h>
 #include <tessera/engine/fully_shard.h>
+#include <tessera/engine/muon.h>
 #include <tessera/engine/sharded_optimizer.h>
 
 #include <chrono>
@@ -43,6 +44,30 @@ torch::optim::AdamWOptions adamw_options() {
       .weight_decay(kWeightDecay);
 }
 
+std::unique_ptr<Muon> make_muon(const BenchModel& model) {
+  const auto options = MuonOptions(kLearningRate).weight_decay(kWeightDecay);
+  auto adamw = options;
+  return std::make_unique<Muon>(muon_groups(model, muon_exceptions(), options,
+                                            adamw.betas({kBeta1, kBeta2}).adamw_eps(kEpsilon)),
+                                options);
+}
+
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(const BenchModel& model,
+                                                        const std::string& optimizer) {
+  if (optimizer == "muon") return make_muon(model);
+  return std::make_unique<torch::optim::AdamW>(model.parameters(), adamw_options());
+}
+
+// The plan for an optimizer.
+ShardPlan with_cuts(ShardPlan plan, const BenchModel& model, const std::string& optimizer) {
+  if (optimizer == "muon") plan.cuts = muon_cuts(model, muon_exceptions());
+  return plan;
+}
+
+void set_rate_of_all(torch::optim::Optimizer& optimizer, double rate) {
+  for (auto& group : optimizer.param_groups()) group.options().set_lr(rate);
+}
+
 // Puts a counting process group into the plan.
 std::shared_ptr<CountingProcessGroup> count_in(ShardPlan& plan) {
   auto counting = counting_process_group(plan.process_group);
@@ -52,12 +77,13 @@ std::shared_ptr<CountingProcessGroup> count_in(ShardPlan& plan) {
 
 class ShardedTrainer : public Trainer {
  public:
-  ShardedTrainer(std::shared_ptr<BenchModel> model, const LoopSwitches& switches, ShardPlan plan)
+  ShardedTrainer(std::shared_ptr<BenchModel> model, const std::string& optimizer,
+                 const LoopSwitches& switches, ShardPlan plan)
       : Trainer(model, switches),
         counting_(count_in(plan)),
-        sharded_(fully_shard(std::move(model), plan)),
-        adamw_(sharded_->parameters(), adamw_options()),
-        optimizer_(sharded_, adamw_) {}
+        sharded_(fully_shard(model, with_cuts(plan, *model, optimizer))),
+        inner_(make_optimizer(*model, optimizer)),
+        optimizer_(sharded_, *inner_) {}
 
   ShardMemory kept() const override { return optimizer_.memory(); }
   int64_t bytes_sent() const override { return counting_->counts().bytes_sent(); }
@@ -70,12 +96,12 @@ class ShardedTrainer : public Trainer {
     loss.backward();
   }
   void clip(double max_norm) override { optimizer_.clip_grad_norm_(max_norm); }
-  void set_learning_rate(double rate) override { adamw_.param_groups()[0].options().set_lr(rate); }
+  void set_learning_rate(double rate) override { set_rate_of_all(*inner_, rate); }
   void update() override { optimizer_.step(); }
 
   std::shared_ptr<CountingProcessGroup> counting_;
   Sharded<BenchModel> sharded_;
-  torch::optim::AdamW adamw_;
+  std::unique_ptr<torch::optim::Optimizer> inner_;
   ShardedOptimizer optimizer_;
 };
 
@@ -118,11 +144,15 @@ int64_t bytes_of(const std::vector<Tensor>& tensors) {
 
 class LocalTrainer : public Trainer {
  public:
-  LocalTrainer(const std::shared_ptr<BenchModel>& model, const LoopSwitches& switches,
-               ProcessGroupPtr process_group)
+  LocalTrainer(const std::shared_ptr<BenchModel>& model, const std::string& optimizer,
+               const LoopSwitches& switches, ProcessGroupPtr process_group)
       : Trainer(model, switches),
         process_group_(std::move(process_group)),
         parameters_(model->parameters()) {
+    if (optimizer == "muon") {
+      muon_ = make_muon(*model);
+      return;
+    }
     torch::NoGradGuard no_grad;
     if (switches.bf16) {
       for (const auto& parameter : parameters_) masters_.push_back(parameter.to(torch::kFloat));
@@ -139,6 +169,11 @@ class LocalTrainer : public Trainer {
     kept.parameters = bytes_of(parameters_);
     for (const auto& parameter : parameters_) kept.gradients += bytes_of({parameter.grad()});
     kept.optimizer_state = bytes_of(exp_avgs_) + bytes_of(exp_avg_sqs_) + bytes_of(state_steps_);
+    if (!muon_) return kept;
+    for (const auto& [parameter, state] : muon_->state()) {
+      const auto& own = static_cast<const MuonParamState&>(*state);
+      kept.optimizer_state += bytes_of({own.momentum_buffer(), own.exp_avg(), own.exp_avg_sq()});
+    }
     return kept;
   }
 
@@ -154,8 +189,15 @@ class LocalTrainer : public Trainer {
     if (is_last && process_group_) process_group_->arrive({"step", Channel::kControl})->wait();
   }
   void clip(double max_norm) override { torch::nn::utils::clip_grad_norm_(parameters_, max_norm); }
-  void set_learning_rate(double rate) override { learning_rate_ = rate; }
+  void set_learning_rate(double rate) override {
+    learning_rate_ = rate;
+    if (muon_) set_rate_of_all(*muon_, rate);
+  }
   void update() override {
+    if (muon_) {
+      muon_->step();
+      return;
+    }
     torch::NoGradGuard no_grad;
     std::vector<Tensor> gradients;
     gradients.reserve(parameters_.size());
@@ -170,6 +212,7 @@ class LocalTrainer : public Trainer {
 
   ProcessGroupPtr process_group_;
   double learning_rate_ = kLearningRate;
+  std::unique_ptr<Muon> muon_;  // in place of the fused AdamW, and of its state below
   std::vector<Tensor> parameters_, masters_, exp_avgs_, exp_avg_sqs_, state_steps_;
 };
 
@@ -210,8 +253,9 @@ void Trainer::evaluate(const Batch& batch) {
 }
 
 std::unique_ptr<Trainer> make_sharded_trainer(std::shared_ptr<BenchModel> model,
+                                              const std::string& optimizer,
                                               const LoopSwitches& switches, ShardPlan plan) {
-  return std::make_unique<ShardedTrainer>(std::move(model), switches, std::move(plan));
+  return std::make_unique<ShardedTrainer>(std::move(model), optimizer, switches, std::move(plan));
 }
 
 std::unique_ptr<Trainer> make_fairscale_trainer(std::shared_ptr<BenchModel> model, ShardPlan plan) {
@@ -219,9 +263,10 @@ std::unique_ptr<Trainer> make_fairscale_trainer(std::shared_ptr<BenchModel> mode
 }
 
 std::unique_ptr<Trainer> make_local_trainer(std::shared_ptr<BenchModel> model,
+                                            const std::string& optimizer,
                                             const LoopSwitches& switches,
                                             ProcessGroupPtr process_group) {
-  return std::make_unique<LocalTrainer>(model, switches, std::move(process_group));
+  return std::make_unique<LocalTrainer>(model, optimizer, switches, std::move(process_group));
 }
 
 }  // namespace tessera::tools

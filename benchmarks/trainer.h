@@ -6,6 +6,7 @@
 
 #include <array>
 #include <memory>
+#include <string>
 
 #include "benchmarks/workload.h"
 
@@ -57,17 +58,21 @@ class Trainer {
   int64_t steps_ = 0;
 };
 
-/// Trains with the other ranks of `plan.process_group`.
+/// Trains with the other ranks of `plan.process_group`, by `optimizer`: adamw, or muon on whole
+/// matrices.
 std::unique_ptr<Trainer> make_sharded_trainer(std::shared_ptr<BenchModel> model,
+                                              const std::string& optimizer,
                                               const LoopSwitches& switches, ShardPlan plan);
 
 /// Shards by `OSS` and `ShardedDataParallel`, with the plan that they make. Uses only the process
 /// group and the size of units of `plan`.
 std::unique_ptr<Trainer> make_fairscale_trainer(std::shared_ptr<BenchModel> model, ShardPlan plan);
 
-/// Trains alone, unsharded, with LibTorch's fused AdamW: the reference. With a process group, after
-/// the last backward of each step it waits until those of the other ranks have ended.
+/// Trains alone, unsharded, with LibTorch's fused AdamW or with `Muon`: the reference. With a
+/// process group, after the last backward of each step it waits until those of the other ranks have
+/// ended.
 std::unique_ptr<Trainer> make_local_trainer(std::shared_ptr<BenchModel> model,
+                                            const std::string& optimizer,
                                             const LoopSwitches& switches,
                                             ProcessGroupPtr process_group = nullptr);
 

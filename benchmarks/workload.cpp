@@ -166,6 +166,11 @@ std::shared_ptr<BenchModel> make_bench_model(const std::string& workload,
   return model;
 }
 
+const std::vector<std::string>& muon_exceptions() {
+  static const std::vector<std::string> names = {"tok.*", "pos.*", "head.*"};
+  return names;
+}
+
 BatchStream::BatchStream(std::string workload, int rank)
     : workload_(std::move(workload)),
       generator_(at::make_generator<at::CPUGeneratorImpl>(4321 + rank)) {}

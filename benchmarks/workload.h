@@ -39,6 +39,9 @@ class BenchModel : public torch::nn::Module {
 std::shared_ptr<BenchModel> make_bench_model(const std::string& workload,
                                              const LoopSwitches& switches = {});
 
+/// The matrices that AdamW steps beside Muon: embeddings and the head.
+const std::vector<std::string>& muon_exceptions();
+
 /// The batches that one rank trains on, one after the other, fixed to the bit as well.
 class BatchStream {
  public:

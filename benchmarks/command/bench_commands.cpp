@@ -40,6 +40,10 @@ void add_workload(CLI::App& command, StepBenchOptions& options) {
   command.add_option("--transport", options.transport, "how ranks send")
       ->check(CLI::IsMember({"gloo", "arena", "auto"}));
   command
+      .add_option("--optimizer", options.optimizer,
+                  "adamw; or muon, which steps whole matrices, with adamw for the other parameters")
+      ->check(CLI::IsMember({"adamw", "muon"}));
+  command
       .add_option("--unit-bytes", options.unit_bytes, "bytes of a unit; -1: as suits the transport")
       ->check(none_or_more);
   command

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import tessera
 
-from .systems import SYSTEMS
+from .systems import SYSTEMS, make_system
 from .workloads import NAMES, make_batch, make_model
 
 
@@ -25,6 +25,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--against", default="fsdp2,ddp", help="systems, by commas: fsdp2, ddp, fairscale, deepspeed (default: the first two)")
     parser.add_argument("--size", default="mlp,small", help=f"workloads, by commas: {', '.join(NAMES)} (default: mlp,small)")
     parser.add_argument("--level", default="p_g_os", help="of Tessera: none, os, os_g, p_g_os; by commas")
+    parser.add_argument("--optimizer", default="adamw", choices=["adamw", "muon"],
+                        help="muon: torch.optim.Muon on whole matrices, AdamW for the other parameters (tessera, fsdp2, ddp)")
     parser.add_argument("--transport", default="arena", help="of Tessera: arena, gloo; by commas")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
@@ -38,6 +40,8 @@ def _parse() -> argparse.Namespace:
     for name in options.against.split(","):
         if name not in SYSTEMS or name == "tessera":
             parser.error(f"--against must name fsdp2, ddp, fairscale or deepspeed; got '{name}'")
+        if options.optimizer == "muon" and name not in ("fsdp2", "ddp"):
+            parser.error(f"--optimizer muon goes with --against fsdp2 and ddp; got '{name}'")
     for name in options.size.split(","):
         if name not in NAMES:
             parser.error(f"--size must be of {', '.join(NAMES)}; got '{name}'")
@@ -62,12 +66,12 @@ def _round(system, batches) -> float:
     return (time.perf_counter() - start) / len(batches)
 
 
-def _wrap(name: str, size: str, level: str) -> float:
+def _wrap(name: str, size: str, level: str, options: argparse.Namespace) -> float:
     model = make_model(size)
     gc.collect()  # of the system before
     dist.barrier()
     start = time.perf_counter()
-    system = SYSTEMS[name](model, level)
+    system = make_system(name, model, level, options.optimizer)
     dist.barrier()
     return time.perf_counter() - start
 
@@ -83,14 +87,14 @@ def _measure_wraps(size: str, level: str, options: argparse.Namespace) -> dict:
     times: dict[str, list[float]] = {name: [] for name in ["tessera", *options.against.split(",")]}
     for round_ in range(options.wraps + 1):  # the first is not counted
         for name, values in times.items():
-            seconds = _wrap(name, size, level)
+            seconds = _wrap(name, size, level, options)
             if round_:
                 values.append(seconds)
     return _result(size, level, times)
 
 
 def _measure(size: str, level: str, options: argparse.Namespace) -> dict:
-    systems = {name: SYSTEMS[name](make_model(size), level) for name in ["tessera", *options.against.split(",")]}
+    systems = {name: make_system(name, make_model(size), level, options.optimizer) for name in ["tessera", *options.against.split(",")]}
     losses = _losses(systems, size, options.losses) if options.losses else None
     generator = torch.Generator().manual_seed(dist.get_rank())
     warm = [make_batch(size, generator) for _ in range(3)]
@@ -98,12 +102,15 @@ def _measure(size: str, level: str, options: argparse.Namespace) -> dict:
     steps = torch.tensor([options.steps or max(1, int(0.5 / max(seconds.values())))])
     dist.broadcast(steps, 0)
     batches = [make_batch(size, generator) for _ in range(int(steps))]
-    times = {name: [] for name in systems}
+    times, parts = {name: [] for name in systems}, {name: [] for name in systems}
     for _ in range(options.rounds):
         for name, system in systems.items():
+            before = system.optimizer_seconds
             times[name].append(_round(system, batches))
+            parts[name].append((system.optimizer_seconds - before) / len(batches) * 1e3)
+    optimizer = {name: statistics.median(values) for name, values in parts.items()}
     kept = {name: system.kept_bytes() for name, system in systems.items()}
-    return dict(_result(size, level, times), kept=kept, losses=losses)
+    return dict(_result(size, level, times), kept=kept, optimizer=optimizer, losses=losses)
 
 
 def _rank(options: argparse.Namespace, transport: str) -> None:
@@ -123,7 +130,8 @@ def _rank(options: argparse.Namespace, transport: str) -> None:
 
 def _figures(result: dict, name: str) -> str:
     kept = f" {result['kept'][name] / 2**20:8.1f} MiB" if "kept" in result else ""
-    return f"{result['milliseconds'][name]:8.1f} ms{kept}"
+    part = result.get("optimizer", {}).get(name, 0)  # 0: the system does not say
+    return f"{result['milliseconds'][name]:8.1f} ms{f' (optimizer {part:.1f})' if part else ''}{kept}"
 
 
 def _print(result: dict) -> None:

@@ -11,7 +11,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from .systems import SYSTEMS
+from .systems import SYSTEMS, make_system
 from .workloads import make_batch, make_model
 
 
@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("--system", required=True, choices=[name for name in SYSTEMS if name != "tessera"])
     parser.add_argument("--size", required=True)
     parser.add_argument("--level", required=True)
+    parser.add_argument("--optimizer", default="adamw", choices=["adamw", "muon"])
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -28,7 +29,7 @@ def main() -> None:
     for line in sys.stdin:
         verb, steps = line.split()
         if verb == "prepare":
-            system = SYSTEMS[options.system](make_model(options.size), options.level)
+            system = make_system(options.system, make_model(options.size), options.level, options.optimizer)
         batches = [make_batch(options.size, generator) for _ in range(int(steps))]
         times = []
         start = time.perf_counter()
