@@ -19,7 +19,7 @@
 
 struct Options : TrainingOptions {
   std::string save, losses, memory, level = "p_g_os";
-  std::string dtype = "float", gather_dtype, reduce_dtype, offload;
+  std::string dtype = "float", gather_dtype, reduce_dtype, offload, state;
   bool resume = false, scaler = false;
   int threads = 0, replicas = 1, keep = 2;
   tessera::OuterStep outer;
@@ -28,6 +28,9 @@ struct Options : TrainingOptions {
 
 const std::map<std::string, torch::Dtype> message_dtypes = {
     {"bfloat16", torch::kBFloat16}, {"int8", torch::kChar}, {"float8", torch::kFloat8_e4m3fn}};
+
+const std::map<std::string, torch::Dtype> state_dtypes = {
+    {"float", torch::kFloat}, {"bfloat16", torch::kBFloat16}, {"8bit", torch::kByte}};
 
 // --- the text ------------------------------------------------------------------------------------
 struct Text {
@@ -98,6 +101,9 @@ struct Job {
     const auto sum = kept.parameters + kept.gradients + kept.optimizer_state + kept.master_weights;
     say("parameters, gradients, optimizer state: {:.1f} MB per rank; unsharded: {:.1f} MB\n",
         sum / 1e6, 16 * numel / 1e6);
+    if (!o.state.empty())
+      say("optimizer state: {} bytes on this rank of {}, for {} parameters\n", kept.optimizer_state,
+          world.size(), numel);
     if (kept.offloaded > 0) say("in {}: {:.1f} MB per rank\n", o.offload, kept.offloaded / 1e6);
   }
 
@@ -115,6 +121,7 @@ struct Job {
     if (!o.reduce_dtype.empty()) plan.precision.reduce_dtype = message_dtypes.at(o.reduce_dtype);
     if (!o.offload.empty()) plan.offload = tessera::Offload::kDirectory;
     plan.offload_directory = o.offload;
+    if (o.state == "8bit") plan.cuts = tessera::cpu_adam_cuts();
     return plan;
   }
 
@@ -124,11 +131,21 @@ struct Job {
     return fmt::format("{}/replica-{}", o.save, world.rank() / (world.size() / o.replicas));
   }
 
+  std::unique_ptr<torch::optim::Optimizer> make_optimizer() const {
+    const auto parameters = gpt->parameters();
+    const torch::optim::AdamWOptions options(o.lr);
+    if (o.state.empty()) return std::make_unique<torch::optim::AdamW>(parameters, options);
+    return std::make_unique<tessera::CPUAdam>(parameters,
+                                              tessera::CPUAdamOptions(o.lr)
+                                                  .weight_decay(options.weight_decay())
+                                                  .state_dtype(state_dtypes.at(o.state)));
+  }
+
   void run(tessera::ShardLevel level) {
     if (o.dtype != "float") gpt->to(o.dtype == "half" ? torch::kHalf : torch::kBFloat16);
     auto sharded = tessera::fully_shard(gpt, plan(level));  // (*)
-    torch::optim::AdamW adamw(gpt->parameters(), torch::optim::AdamWOptions(o.lr));
-    tessera::ShardedOptimizer optimizer(sharded, adamw);  // (*)
+    const auto adamw = make_optimizer();
+    tessera::ShardedOptimizer optimizer(sharded, *adamw);  // (*)
     std::optional<tessera::MemoryTracer> tracer;
     if (!o.memory.empty()) tracer.emplace(sharded);  // (*)
     tessera::GradScaler scaler({.growth_interval = 100, .enabled = o.scaler});
@@ -147,7 +164,7 @@ struct Job {
     std::ofstream losses(world.rank() == 0 ? o.losses : "");
     Pace pace;
     while (step < o.steps) {
-      adamw.param_groups()[0].options().set_lr(learning_rate(o, step));
+      adamw->param_groups()[0].options().set_lr(learning_rate(o, step));
       optimizer.zero_grad();
       const auto loss = gpt->loss(text.batch(step, world.rank() * rows, rows));
       scaler.scale(loss).backward();
@@ -205,6 +222,8 @@ int main(int argc, char** argv) {
       ->check(CLI::IsMember(message_dtypes));
   app.add_option("--reduce-dtype", o.reduce_dtype, "gradients are sent in this dtype")
       ->check(CLI::IsMember(message_dtypes));
+  app.add_option("--state", o.state, "CPUAdam with state of this kind steps, in place of AdamW")
+      ->check(CLI::IsMember(state_dtypes));
   app.add_flag("--scaler", o.scaler, "scale the loss, for --dtype half");
   app.add_option("--threads", o.threads,
                  "ranks as threads of this process; 0: one, or the launcher's")

@@ -10,8 +10,11 @@
 
 #include "base/files/untrusted.h"
 #include "engine/model/memory_count.h"
+#include "engine/optim/cpu_adam_step.h"
 #include "engine/optim/optimizer_parameters.h"
 #include "engine/optim/param_state.h"
+#include "engine/optim/small_state.h"
+#include "engine/optim/state_shape.h"
 #include "engine/unit/placement.h"
 #include "planner/paper_job.h"
 #include "trace/memory_timeline.h"
@@ -39,13 +42,19 @@ void check_options(const PlanReportOptions& options) {
 
 int64_t item_size(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
 
-// Bytes of a parameter's optimizer state for each of its elements.
-int64_t state_item(const ParamSlot& slot, const PlanReportOptions& options) {
-  const int64_t item = item_size(slot.master_dtype);
-  if (!options.muon) return options.state_tensors * item;
-  const bool is_matrix =
-      takes_muon(slot.name(), static_cast<int64_t>(slot.global_sizes().size()), *options.muon);
-  return (is_matrix ? 1 : 2) * std::max(item, item_size(at::kFloat));
+// Returns the bytes of optimizer state for `numel` elements of a parameter.
+int64_t state_nbytes(const PlanReportOptions& options, const ParamSlot& slot, int64_t numel) {
+  if (options.muon) {
+    const bool is_matrix =
+        takes_muon(slot.name(), static_cast<int64_t>(slot.global_sizes().size()), *options.muon);
+    return numel * (is_matrix ? 1 : 2) *
+           std::max(item_size(slot.master_dtype), item_size(at::kFloat));
+  }
+  const at::ScalarType kept = options.state_dtype
+                                  ? moment_dtype(slot.master_dtype, *options.state_dtype)
+                                  : slot.master_dtype;
+  const int64_t scales = kept == at::kByte ? blocks_of(numel) * item_size(at::kFloat) : 0;
+  return options.state_tensors * (numel * item_size(kept) + scales);
 }
 
 bool is_trainable(const UnitLayout& unit) { return unit.slots.front().requires_grad; }
@@ -161,7 +170,7 @@ class PlannedStep final : public PaperObserver, public MemoryListener {
     for (const auto& unit : job_.state().units()) {
       for (const ParamSlot& slot : unit->layout().slots) {
         const auto [begin, end] = unit->updated_range(slot);
-        if (slot.requires_grad) state_nbytes_ += (end - begin) * state_item(slot, options_);
+        if (slot.requires_grad) state_nbytes_ += state_nbytes(options_, slot, end - begin);
       }
     }
   }
@@ -282,7 +291,8 @@ double zero_paper_bytes(const ShardedState& model, ShardLevel level,
       parameters += numel * item;
       if (!is_trainable(unit)) continue;
       gradients += numel * item;
-      state += numel * static_cast<double>(state_item(slot, options) + master_item);
+      state += static_cast<double>(state_nbytes(options, slot, slot.numel) +
+                                   slot.numel * master_item);
     }
   }
   if (level >= ShardLevel::kOptimizerState) state /= options.ranks;
@@ -389,9 +399,11 @@ std::vector<CutRule> muon_cuts(const std::vector<ParameterSize>& parameters,
 }
 
 int state_tensors_of(torch::optim::Optimizer& optimizer) {
-  std::set<size_t> counts;
+  std::set<int64_t> counts;
   for (auto& param_group : optimizer.param_groups())
-    counts.insert(state_names(optimizer, param_group).size());
+    counts.insert(
+        std::ranges::count_if(state_tensors(optimizer, param_group, at::kFloat, {}),
+                              [](const StateTensor& tensor) { return !is_scale(tensor.name); }));
   TORCH_CHECK_VALUE(counts.size() == 1,
                     "[state_tensors_of] the optimizer must keep the same number of tensors per "
                     "parameter in all param groups; got ",

@@ -12,6 +12,7 @@
 #include "base/dispatch/math_bits.h"
 #include "checkpoint/safetensors.h"
 #include "engine/optim/param_state.h"
+#include "engine/optim/state_shape.h"
 #include "tensor/dist_meta.h"
 
 namespace tessera {
@@ -21,9 +22,10 @@ constexpr const char* kShapeError =
     "[save_checkpoint] the optimizer's state must have its parameter's shape ";
 
 // Returns the state of a parameter as a 1-D tensor, in the parameter's memory order.
-at::Tensor flat_state(const at::Tensor& value, const at::Tensor& param) {
-  TORCH_CHECK(value.sizes() == param.sizes(), kShapeError, param.sizes(), "; got ", value.sizes());
-  return flat_in_order(value, param.strides());
+at::Tensor flat_state(const std::string& name, const at::Tensor& value, const at::Tensor& param) {
+  TORCH_CHECK(value.sizes() == at::IntArrayRef(state_sizes(name, param.sizes())), kShapeError,
+              param.sizes(), "; got ", value.sizes());
+  return is_scale(name) ? value : flat_in_order(value, param.strides());
 }
 
 }  // namespace
@@ -137,7 +139,8 @@ void ChunkCollector::add_states(const ModelView& view, const ParamView& param,
   const OtherShapes others = other_shapes(*view.optimizer);
   if (!states.counts.empty()) contents_.index.optimizer->counts[param.name()] = states.counts;
   for (const auto& [name, value] : states.tensors) {
-    TensorRecord record = record_of(param, "state");
+    const ParamView own = is_scale(name) ? view_of_scales(param) : param;
+    TensorRecord record = record_of(own, "state");
     record.state = name;
     record.dtype = safetensors_dtype(value.scalar_type());
     TORCH_CHECK(!is_dist(value) || value.sizes() == tensor.sizes(), kShapeError, tensor.sizes(),
@@ -153,7 +156,7 @@ void ChunkCollector::add_states(const ModelView& view, const ParamView& param,
       continue;
     }
     is_dist(value) ? add_shared(std::move(record), value, {})
-                   : add_part(std::move(record), param, flat_state(value, tensor));
+                   : add_part(std::move(record), own, flat_state(name, value, tensor));
   }
 }
 

@@ -1,17 +1,22 @@
 #include "checkpoint/fit.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/accumulate.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <tessera/engine/grad_scaler.h>
+#include <tessera/tensor/dist_tensor.h>
 #include <torch/optim/optimizer.h>
 
+#include <algorithm>
 #include <set>
 
 #include "base/files/untrusted.h"
 #include "checkpoint/additional_state.h"
 #include "checkpoint/safetensors.h"
 #include "engine/optim/param_state.h"
+#include "engine/optim/small_state.h"
+#include "engine/optim/state_shape.h"
 
 namespace tessera {
 namespace {
@@ -173,6 +178,32 @@ Groups present_groups(const ModelView& view, const TensorTable& table) {
   return groups;
 }
 
+// Blocks of 8-bit state must be those of the model's parameters, and none may be cut.
+void compare_blocks(const TensorTable& table, const ModelView& view, Misfits& misfits) {
+  for (const OptimizedParam& optimized : view.optimized) {
+    const ParamView& param = view.params[optimized.param];
+    const TensorRecord* const record = table.find("param", param.name());
+    if (!record || record->shape != param.sizes || !optimized.tensor.defined()) continue;
+    bool has_blocks = false, has_order = true;
+    for (const TensorRecord* state : table.states_of(*record)) {
+      has_blocks = has_blocks || is_scale(state->state);
+      has_order = has_order && (is_scale(state->state) || state->shape != param.sizes ||
+                                is_same_order(param.sizes, state->strides, param.strides));
+    }
+    const bool is_cut =
+        param.begin % kStateBlock != 0 ||
+        (param.end % kStateBlock != 0 && param.end != c10::multiply_integers(param.sizes));
+    const bool is_dist_tensor = param.box || is_dist(optimized.tensor);
+    if (!has_blocks || (has_order && !is_cut && !is_dist_tensor)) continue;
+    misfits.add(Misfits::kOptimizer,
+                fmt::format("'{}' has 8-bit state in blocks of {} elements, which {}", param.name(),
+                            kStateBlock,
+                            is_cut      ? "ranks cut here: shard with plan.cuts = cpu_adam_cuts()"
+                            : has_order ? "a DistTensor can't have"
+                                        : "are of another memory order"));
+  }
+}
+
 void compare_optimizer(const CheckpointIndex& index, const TensorTable& table,
                        const ModelView& view, Misfits& misfits) {
   if (!index.optimizer) {
@@ -192,10 +223,11 @@ void compare_optimizer(const CheckpointIndex& index, const TensorTable& table,
   }
   compare_groups(table.saved_groups(), present_groups(view, table), misfits);
   const OtherShapes others = other_shapes(*view.optimizer);
+  compare_blocks(table, view, misfits);
   for (const TensorRecord& tensor : index.tensors) {
     if (tensor.kind != "state" || others.contains(tensor.state)) continue;
     const TensorRecord* param = table.find("param", tensor.names.front());
-    if (param && param->shape == tensor.shape) continue;
+    if (param && state_sizes(tensor.state, param->shape) == tensor.shape) continue;
     misfits.add(Misfits::kOptimizer,
                 fmt::format("'{}' has another shape than its parameter", tensor.id()));
   }

@@ -30,6 +30,7 @@
 #include "engine/optim/averaged_weights.h"
 #include "engine/optim/param_state.h"
 #include "engine/optim/sharded_optimizer_access.h"
+#include "engine/optim/state_shape.h"
 #include "tensor/dist_meta.h"
 #include "tensor/shard_mesh.h"
 
@@ -137,7 +138,8 @@ class Loader {
           reads_.add(source, row_major(value.sizes()), region_of(value, source->id()),
                      local_of(value));
         } else {
-          reads_.add(source, param.strides, param.region(),
+          const ParamView own = is_scale(source->state) ? view_of_scales(param) : param;
+          reads_.add(source, own.strides, own.region(),
                      at::as_strided(value, {value.numel()}, {1}, value.storage_offset()));
         }
         state.tensors[source->state] = std::move(value);
@@ -192,14 +194,15 @@ class Loader {
                     : make_dist(at::empty(meta->local.sizes(), meta->local.options().dtype(dtype)),
                                 meta->spec, param.sizes());
     }
-    const std::vector<int64_t> strides =
-        param.is_non_overlapping_and_dense() ? param.strides().vec() : row_major(param.sizes());
-    if (exists && it->second.sizes() == param.sizes() &&
+    const std::vector<int64_t> sizes = state_sizes(state, param.sizes());
+    const std::vector<int64_t> strides = is_scale(state) || !param.is_non_overlapping_and_dense()
+                                             ? row_major(sizes)
+                                             : param.strides().vec();
+    if (exists && it->second.sizes() == at::IntArrayRef(sizes) &&
         it->second.strides() == at::IntArrayRef(strides)) {
       return it->second;
     }
-    return at::empty_strided(param.sizes(), strides,
-                             param.options().dtype(dtype).requires_grad(false));
+    return at::empty_strided(sizes, strides, param.options().dtype(dtype).requires_grad(false));
   }
 
   void set_optimizer() {
@@ -213,7 +216,9 @@ class Loader {
     }
     const OptimizerRecord& record = *index().optimizer;
     for (size_t group = 0; group < record.param_groups.size(); ++group) {
-      write_options(optimizer, group, record.param_groups[group].options);
+      auto options = record.param_groups[group].options;
+      if (record.kind == "CPUAdam") options.erase(kStateDtype);
+      write_options(optimizer, group, options);
     }
   }
 

@@ -16,6 +16,7 @@
 #include "engine/optim/averaged_weights.h"
 #include "engine/optim/optimizer_parameters.h"
 #include "engine/optim/sharded_optimizer_access.h"
+#include "engine/optim/small_state.h"
 #include "engine/unit/unit_storage.h"
 #include "tensor/chunks.h"
 #include "tensor/shard_mesh.h"
@@ -141,6 +142,15 @@ Region part_of(const DistSpec& spec, at::IntArrayRef sizes, const std::string& n
   }
   const int64_t numel = box.numel();
   return numel == 0 ? Region{} : Region{0, numel, std::move(box)};
+}
+
+ParamView view_of_scales(const ParamView& param) {
+  ParamView scales{.names = param.names, .sizes = {}, .strides = {1}};
+  scales.sizes = {blocks_of(c10::multiply_integers(param.sizes))};
+  scales.begin = blocks_of(param.begin), scales.end = blocks_of(param.end);
+  scales.stored_begin = blocks_of(param.stored_begin);
+  scales.stored_end = blocks_of(param.stored_end);
+  return scales;
 }
 
 int64_t ReplicaTurns::next(int64_t replicas, int64_t nbytes) {

@@ -74,6 +74,10 @@ struct ParamView {
   Region stored() const { return {stored_begin, stored_end, box}; }
 };
 
+/// Returns the view whose elements are the blocks of a parameter that have a scale each, without
+/// values. A block belongs to its first element.
+ParamView view_of_scales(const ParamView& param);
+
 /// A parameter of the optimizer.
 struct OptimizedParam {
   size_t param = 0;  ///< index into `ModelView::params`

@@ -240,11 +240,10 @@ StateDict sharded_state_dict(ShardedOptimizer& optimizer, const std::vector<Name
     const ParamState state = part.defined() ? read_param_state(inner, part) : ParamState();
     auto& group = inner.param_groups()[param.segment.param_group];
     const at::ScalarType master_dtype = param.unit.layout().master_dtype;
-    const at::ScalarType dtype = state_dtype(inner, master_dtype);
-    for (const std::string& name : state_names(inner, group)) {
-      const auto it = state.tensors.find(name);
-      dict[param.name + "." + name] =
-          gather_part(param, it == state.tensors.end() ? at::Tensor() : it->second, dtype);
+    for (const StateTensor& tensor : state_tensors(inner, group, master_dtype, {})) {
+      const auto it = state.tensors.find(tensor.name);
+      dict[param.name + "." + tensor.name] =
+          gather_part(param, it == state.tensors.end() ? at::Tensor() : it->second, tensor.dtype);
     }
     const auto step = state.counts.find("step");
     const int64_t count = agree_on_count(param.unit.context().mesh.shard(),
@@ -269,8 +268,8 @@ void load_sharded_state(ShardedOptimizer& optimizer, const std::vector<NamedTens
     };
     ParamState state;
     auto& group = inner.param_groups()[param.segment.param_group];
-    for (const std::string& name : state_names(inner, group))
-      state.tensors[name] = cut(param.name + "." + name, state_dtype(inner, master_dtype));
+    for (const StateTensor& tensor : state_tensors(inner, group, master_dtype, {}))
+      state.tensors[tensor.name] = cut(param.name + "." + tensor.name, tensor.dtype);
     const auto step = dict.find(param.name + ".step");
     if (step != dict.end()) state.counts["step"] = count_of(step->second);
     if (part.defined()) write_param_state(inner, part, state);

@@ -18,6 +18,7 @@ std::string name_of(at::ScalarType dtype) {
   if (dtype == at::kFloat) return "float32";
   if (dtype == at::kBFloat16) return "bfloat16";
   if (dtype == at::kHalf) return "float16";
+  if (dtype == at::kByte) return "8 bits";
   return c10::toString(dtype);
 }
 
@@ -172,14 +173,15 @@ std::string optimizer_assumptions(const PlanJob& job) {
           ? *precision.master_dtype
           : made;
   std::string text = fmt::format("- Parameters are used in {}. ", name_of(used));
+  const auto kept = job.options.state_dtype;
   const std::string state =
       job.options.muon ? "1 tensor of state for each matrix and 2 for others"
-                       : fmt::format("{} tensors of state for each", job.options.state_tensors);
+                       : fmt::format("{} tensors of state for each{}{}", job.options.state_tensors,
+                                     kept ? ", in " + name_of(*kept) : "",
+                                     kept == at::kByte ? " with a float for 256 elements" : "");
   if (updated != used)
-    return text + fmt::format(
-                      "The optimizer updates master weights in {},\n"
-                      "  with {}, in that dtype.\n",
-                      name_of(updated), state);
+    return text + fmt::format("The optimizer updates master weights in {},\n  with {}{}.\n",
+                              name_of(updated), state, kept ? "" : ", in that dtype");
   text += fmt::format("The optimizer updates them, with {}.\n", state);
   if (c10::elementSize(used) < c10::elementSize(at::kFloat))
     text += "  There are no master weights; most train with --master-dtype float32.\n";

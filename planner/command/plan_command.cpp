@@ -1,6 +1,7 @@
 #include "planner/command/plan_command.h"
 
 #include <fmt/format.h>
+#include <tessera/engine/cpu_adam.h>
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
@@ -83,9 +84,14 @@ const std::map<std::string, MakeOptimizer>& optimizers() {
       {"sgd", maker<SGD>(SGDOptions(0.1))},
       {"momentum", maker<SGD>(SGDOptions(0.1).momentum(0.9))},
       {"adagrad", maker<Adagrad>(AdagradOptions())},
-      {"rmsprop", maker<RMSprop>(RMSpropOptions())}};
+      {"rmsprop", maker<RMSprop>(RMSpropOptions())},
+      {"cpuadam", maker<CPUAdam>(CPUAdamOptions())},
+      {"cpuadam-bf16", maker<CPUAdam>(CPUAdamOptions())},
+      {"cpuadam-8bit", maker<CPUAdam>(CPUAdamOptions())}};
   return makers;
 }
+const std::map<std::string, at::ScalarType> kStateDtypes = {
+    {"cpuadam", at::kFloat}, {"cpuadam-bf16", at::kBFloat16}, {"cpuadam-8bit", at::kByte}};
 
 template <class Values>
 std::vector<std::string> names_of(const Values& values) {
@@ -169,7 +175,8 @@ void add_plan_options(CLI::App& plan, PlanArguments& arguments) {
          "even: units are cut into equal shards (default); whole: each parameter has an owner",
          {"even", "whole"});
   choice("--optimizer", arguments.optimizer,
-         "adamw (default), adam, amsgrad, sgd, momentum, adagrad, rmsprop or muon",
+         "adamw (default), adam, amsgrad, sgd, momentum, adagrad, rmsprop, muon, or cpuadam, with "
+         "state in float, cpuadam-bf16 or cpuadam-8bit, whose blocks are not cut",
          with_muon(names_of(optimizers())));
   plan.add_option("--muon-except", arguments.muon_exceptions,
                   "With --optimizer muon: names or patterns of matrices that AdamW steps, such as "
@@ -252,6 +259,10 @@ PlanJob job_of(const PlanArguments& arguments, const std::optional<StepTimeOptio
                     "--muon-except needs --optimizer muon; got ", arguments.optimizer);
   if (!is_muon)
     job.options.state_tensors = state_tensors_of(*optimizers().at(arguments.optimizer)());
+  if (const auto it = kStateDtypes.find(arguments.optimizer); it != kStateDtypes.end())
+    job.options.state_dtype = it->second;
+  if (job.options.state_dtype == at::kByte && job.plan.partition == Partition::kFlatEven)
+    job.plan.cuts = cpu_adam_cuts();
   job.ranks_per_host = arguments.step.ranks_per_host(job.options.ranks);
   TORCH_CHECK_VALUE(job.ranks_per_host <= job.all_ranks(),
                     "--ranks-per-host must be at most the number of ranks, ", job.all_ranks(),

@@ -366,6 +366,34 @@ TEST(PlanReport, EqualsTheStateOfEachOptimizer) {
   });
 }
 
+TEST(PlanReport, EqualsTheSmallStateOfCPUAdam) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kByte}) {
+    for (const Offload offload : {Offload::kNone, Offload::kHost}) {
+      run_gloo(3, [&](World& world) {
+        const auto net = seeded(3, [] { return std::make_shared<BlockNet>(37, 3); });
+        net->to(at::kBFloat16);
+        const auto sizes = parameter_sizes(*net);
+        const ShardPlan plan{.unit_bytes = 3000,
+                             .cuts = cpu_adam_cuts(),
+                             .precision = {.master_dtype = at::kFloat},
+                             .offload = offload};
+        auto sharded = fully_shard(net, plan);
+        CPUAdam inner(net->parameters(), CPUAdamOptions().state_dtype(dtype));
+        EXPECT_EQ(state_tensors_of(inner), 2);
+        ShardedOptimizer optimizer(sharded, inner);
+        net->forward(torch::ones({2, 37}, at::kBFloat16)).square().mean().backward();
+        optimizer.step();
+        const auto report = plan_report(
+            sizes, plan,
+            {.ranks = 3, .rank = world.rank(), .state_tensors = 2, .state_dtype = dtype});
+        EXPECT_EQ(report.rank.memory.optimizer_state, optimizer.memory().optimizer_state);
+        EXPECT_EQ(report.rank.memory.offloaded, optimizer.memory().offloaded);
+        EXPECT_GT(report.rank.memory.optimizer_state + report.rank.memory.offloaded, 0);
+      });
+    }
+  }
+}
+
 TEST(PlanReport, FindsTheRankThatKeepsMost) {
   const std::vector<ParameterSize> sizes = {{{"small"}, {10}}, {{"large"}, {1000}}, {{"s"}, {10}}};
   const auto report = plan_report(

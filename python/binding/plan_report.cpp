@@ -1,6 +1,7 @@
 // The cost of a plan, from sizes alone.
 #include <tessera/planner/plan_report.h>
 
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -24,7 +25,8 @@ py::dict to_python(const PlannedRank& rank) {
 using Size = std::tuple<std::vector<std::string>, std::vector<int64_t>, at::ScalarType, bool>;
 
 py::dict report(const std::vector<Size>& sizes, const py::dict& plan, int ranks, int replicas,
-                int rank, int state_tensors, bool shares_memory) {
+                int rank, int state_tensors, const std::optional<at::ScalarType>& state_dtype,
+                bool shares_memory) {
   std::vector<ParameterSize> parameters;
   for (const auto& [names, shape, dtype, trainable] : sizes)
     parameters.push_back({names, shape, dtype, trainable});
@@ -37,6 +39,7 @@ py::dict report(const std::vector<Size>& sizes, const py::dict& plan, int ranks,
                           .replicas = replicas,
                           .rank = rank,
                           .state_tensors = state_tensors,
+                          .state_dtype = state_dtype,
                           .shares_memory = shares_memory});
   }
   py::list units;

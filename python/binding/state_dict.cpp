@@ -13,6 +13,7 @@ namespace tessera::python {
 std::optional<c10::IValue> to_value(const py::handle& value) {
   if (value.is_none()) return c10::IValue();
   if (THPVariable_Check(value.ptr())) return value.cast<at::Tensor>();
+  if (THPDtype_Check(value.ptr())) return static_cast<int64_t>(value.cast<at::ScalarType>());
   if (py::isinstance<py::bool_>(value)) return value.cast<bool>();
   if (py::isinstance<py::int_>(value)) return value.cast<int64_t>();
   if (py::isinstance<py::float_>(value)) return value.cast<double>();
@@ -40,6 +41,8 @@ py::object to_python(const c10::IValue& value, const py::handle& before) {
     const auto old = before.cast<at::Tensor>();
     return py::cast(at::full(old.sizes(), value.toScalar(), old.options()));
   }
+  if (before && THPDtype_Check(before.ptr()))
+    return py::cast(static_cast<at::ScalarType>(value.toInt()));
   if (value.isInt()) return py::int_(value.toInt());
   TORCH_CHECK_NOT_IMPLEMENTED(value.isDouble(), "[tessera] an optimizer of Python can't take a ",
                               value.tagKind());

@@ -14,8 +14,9 @@ py::dict to_python(const OptimizerStateDict& dict, const py::object& optimizer);
 /// tensors, numbers nor text.
 OptimizerStateDict to_state_dict(const py::dict& dict);
 
-/// Between single values. The first returns nothing for values that no file can hold, such as
-/// functions; the second keeps the type of `before`, the value to be replaced. That may be null.
+/// Between single values; a dtype is its number. The first returns nothing for values that no file
+/// can hold, such as functions; the second keeps the type of `before`, the value to be replaced.
+/// That may be null.
 std::optional<c10::IValue> to_value(const py::handle& value);
 py::object to_python(const c10::IValue& value, const py::handle& before);
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from . import _C, world
+from .cpu_adam import CPUAdam
 from .parameter import parameters_of
 
 _meshes: "weakref.WeakKeyDictionary[dist.ProcessGroup, Any]" = weakref.WeakKeyDictionary()
@@ -91,6 +92,12 @@ def _mesh_of(optimizer):
     return optimizer._model._layout.mesh(params[0].device) if params else None
 
 
+def _check_rows(optimizer) -> None:
+    if any(group.get("state_dtype") == torch.uint8 for group in optimizer.optimizer.param_groups):
+        raise NotImplementedError("[tessera] torch.distributed.checkpoint would cut the blocks of 8-bit state into rows: use "
+                                  "tessera.save_checkpoint(), or the optimizer's state_dict()")
+
+
 def ensure_state(optimizer) -> None:
     """Makes the state of a `ShardedOptimizer` that has not stepped: what its class makes for zero gradients. Collective."""
     if not optimizer._model._model.any_rank(len(optimizer.state) > 0):
@@ -133,6 +140,7 @@ def _make_state(optimizer) -> None:
 def _kinds(optimizer) -> list[dict[str, Any] | None]:
     """Returns, for each parameter, its state by name: the dtype of what has a value for each element, other values as they are;
     None for no state. Collective."""
+    _check_rows(optimizer)
     own = []
     for param in parameters_of(optimizer):
         part = optimizer._sharded.part_of(param)
@@ -201,6 +209,7 @@ def numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 def load_state(optimizer, state_dict: Mapping[str, Any]) -> None:
     """Loads state with DTensors into a `ShardedOptimizer`, one tensor after the other. Collective."""
+    _check_rows(optimizer)
     inner, model = optimizer.optimizer, optimizer._model._model
     sizes = [[len(group["params"]) for group in groups] for groups in (inner.param_groups, state_dict["param_groups"])]
     if sizes[0] != sizes[1]:
@@ -230,7 +239,8 @@ def load_state(optimizer, state_dict: Mapping[str, Any]) -> None:
         else:
             inner.state.pop(part, None)
     for group, given in zip(inner.param_groups, state_dict["param_groups"]):
-        group.update({name: copy.deepcopy(value) for name, value in given.items() if name != "params"})
+        kept = {"params", "state_dtype"} if isinstance(inner, CPUAdam) else {"params"}
+        group.update({name: copy.deepcopy(value) for name, value in given.items() if name not in kept})
 
 
 def has_dtensors(tree: Any) -> bool:

@@ -372,3 +372,30 @@ def _colossalai(folder):
 
 def test_of_colossalai(ranks, tmp_path):
     assert all(ranks(2, _colossalai, tmp_path))
+
+
+@_in_process_group
+def _small_states():
+    def make(dtype):
+        net = make_net()
+        net.unused.requires_grad_(False)
+        model = tessera.fully_shard(net, cuts=[("*", "elements", 256)])
+        return model, tessera.ShardedOptimizer(model, tessera.CPUAdam(net.parameters(), lr=0.01, state_dtype=dtype))
+
+    model, optimizer = make(torch.uint8)
+    _train(model, optimizer, range(2))
+    with pytest.raises(NotImplementedError, match="would cut the blocks of 8-bit state"):
+        get_optimizer_state_dict(model, optimizer)
+    model, optimizer = make(torch.bfloat16)
+    _train(model, optimizer, range(2))
+    states = get_state_dict(model, optimizer)
+    moments = [state["exp_avg"] for state in states[1]["state"].values()]
+    assert all(moment.to_local().dtype == torch.bfloat16 for moment in moments)
+    other, loaded = make(torch.bfloat16)
+    set_state_dict(other, loaded, model_state_dict=states[0], optim_state_dict=states[1])
+    assert _train(other, loaded, range(2, 4)) == _train(model, optimizer, range(2, 4))
+    return True
+
+
+def test_small_states(ranks):
+    assert all(ranks(2, _small_states, joins=False))

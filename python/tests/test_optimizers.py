@@ -1,5 +1,7 @@
 """Optimizers on shards: fused operators, classes that need whole parameters, several on one model, state inside."""
 
+import copy
+
 import pytest
 import torch
 
@@ -178,3 +180,97 @@ def _state_inside():
 
 def test_the_state_inside_is_a_part(ranks):
     assert ranks(2, _state_inside) == [True] * 2
+
+
+SMALL = {torch.float32: lambda n: 8 * n, torch.bfloat16: lambda n: 4 * n, torch.uint8: lambda n: 2 * n + 8 * -(-n // 256)}
+
+
+def _small_adam(net, dtype, **options):
+    params = [param for param in net.parameters() if param.requires_grad]
+    return tessera.CPUAdam(params, lr=1e-2, weight_decay=0.1, state_dtype=dtype, **options)
+
+
+def _small_states(folder, size):
+    cuts = [("*", "elements", 256)]
+    for dtype, nbytes in SMALL.items():
+        alone = make_net()
+        adam = _small_adam(alone, dtype)
+        for step in range(4):
+            adam.zero_grad()
+            loss_of(alone, batch(step)).backward()
+            adam.step()
+            if step == 1:
+                half = copy.deepcopy(adam.state_dict())
+        kept = [sum(value.nbytes for name, value in state.items() if name != "step") for state in adam.state.values()]
+        assert kept == [nbytes(param.numel()) for param in adam.state]
+        for level in LEVELS:
+            net = make_net()
+            sharded = tessera.fully_shard(net, level=level, cuts=cuts)
+            optimizer = tessera.ShardedOptimizer(sharded, _small_adam(net, dtype))
+            for step in range(4):
+                optimizer.zero_grad()
+                loss_of(sharded, batch(step)).backward()
+                optimizer.step()
+                if step == 1:
+                    whole = optimizer.state_dict()
+                    saved = {name: value.clone() for name, value in sharded.full_state().items()}
+                    path = f"{folder}/{size}-{level}-{dtype}"
+                    tessera.save_checkpoint(path, sharded, optimizer)
+            assert whole["param_groups"][0]["state_dtype"] == dtype
+            for number, state in whole["state"].items():
+                for name, value in half["state"][number].items():
+                    assert torch.equal(torch.as_tensor(state[name]), torch.as_tensor(value)), (level, dtype, name)
+            for name, value in alone.state_dict().items():
+                if name != "calls":
+                    assert torch.equal(sharded.full_state()[name], value), (level, dtype, name)
+            for how in ("state_dict", "checkpoint", "alone"):  # and on from there
+                net = make_net()
+                inner = _small_adam(net, dtype, seed=5)
+                if how == "alone":
+                    net.load_state_dict(saved)
+                    optimizer = inner
+                    optimizer.load_state_dict(whole)
+                    model = net
+                else:
+                    model = tessera.fully_shard(net, level="p_g_os", cuts=cuts, unit_bytes=3000)
+                    optimizer = tessera.ShardedOptimizer(model, inner)
+                    if how == "checkpoint":
+                        tessera.load_checkpoint(path, model, optimizer)
+                    else:
+                        optimizer.load_state_dict(whole)
+                        model.load_full_state(saved)
+                assert inner.param_groups[0]["state_dtype"] == dtype and inner.param_groups[0]["seed"] == 0
+                for step in (2, 3):
+                    optimizer.zero_grad()
+                    loss_of(model, batch(step)).backward()
+                    optimizer.step()
+                state = model.state_dict() if how == "alone" else model.full_state()
+                assert torch.equal(state["embedding.weight"], alone.state_dict()["embedding.weight"]), (level, dtype, how)
+    if size > 1:
+        net = make_net()
+        with pytest.raises(NotImplementedError, match="needs blocks of 256 elements together on a rank"):
+            tessera.ShardedOptimizer(tessera.fully_shard(net), _small_adam(net, torch.uint8))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_small_states_are_those_of_one_process(ranks, tmp_path, size):
+    ranks(size, _small_states, str(tmp_path), size)
+
+
+def test_small_states_are_converted_and_refused():
+    for old in SMALL:
+        for new in SMALL:
+            net = make_net()
+            adam, other = _small_adam(net, old), _small_adam(net, new)
+            loss_of(net, batch(0)).backward()
+            adam.step()
+            other.load_state_dict(adam.state_dict())
+            assert other.param_groups[0]["state_dtype"] == new
+            other.step()
+            assert all(state["exp_avg"].dtype == new and state["step"] == 2 for state in other.state.values())
+    with pytest.raises(ValueError, match="state_dtype must be torch.float32, torch.bfloat16 or torch.uint8"):
+        _small_adam(net, torch.float16)
+    wide = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    wide.grad = torch.ones_like(wide)
+    with pytest.raises(NotImplementedError, match="it is Double"):
+        tessera.CPUAdam([wide], state_dtype=torch.uint8).step()

@@ -68,9 +68,9 @@ std::string describe(const Program& program) {
   for (const Optimizer& own : program.optimizers)
     text += fmt::format(
         "\n  {} lr {} decay {} momentum {} beta2 {} flag {} groups {} reversed {} fused {} "
-        "schedule {} declared {}",
+        "schedule {} declared {} state {}",
         own.kind, own.lr, own.decay, own.momentum, own.beta2, own.flag, own.groups, own.reversed,
-        own.fused, own.schedule, own.declared);
+        own.fused, own.schedule, own.declared, at::toString(own.state));
   for (const Op& op : program.ops)
     text += fmt::format("\n  {} {} {}", kOps[static_cast<int>(op.kind)], op.value, op.how);
   return text;

@@ -1,3 +1,5 @@
+#include <tessera/engine/cpu_adam.h>
+
 #include <algorithm>
 #include <functional>
 
@@ -355,6 +357,34 @@ void draw_more(Random& random, Program& program) {
       (!plan.precision.gather_dtype || c10::elementSize(*plan.precision.gather_dtype) > 1);
 }
 
+// Draws how CPUAdam keeps its state, and lets others be CPUAdam, last of all. Parameters are so
+// large that they have several blocks.
+void draw_states(Random& random, Program& program) {
+  const bool changes = random.once_in(4) && !program.simulated;
+  bool has_blocks = false;
+  for (Optimizer& own : program.optimizers) {
+    const bool is_other = own.kind == "Muon" || own.kind == "Lion" || own.kind == "LBFGS";
+    const bool is_own = own.kind == "CPUAdam" ? random.once_in(2) : changes && !is_other;
+    if (!is_own) continue;
+    own.kind = "CPUAdam", own.fused = false, own.eps = 1e-8;
+    own.momentum = std::max(own.momentum, 0.5);
+    own.state = random.one_of({at::kFloat, at::kBFloat16, at::kByte, at::kByte});
+    has_blocks = has_blocks || own.state == at::kByte;
+  }
+  if (!has_blocks) return;
+  if (random.once_in(2)) program.width = random.between(17, 33);
+  const bool is_whole = program.owners || random.once_in(4);
+  auto& cuts = program.plan.cuts;
+  const auto is_muons = [](const CutRule& rule) { return rule == CutRule{"*", Cut::kWhole, 1, 2}; };
+  const auto place = cuts.begin() + (!cuts.empty() && is_muons(cuts.front()) ? 1 : 0);
+  if (is_whole) {
+    program.plan.partition = Partition::kWholeParam;
+    cuts.erase(place, cuts.end());
+  } else {
+    cuts.insert(place, cpu_adam_cuts().front());
+  }
+}
+
 }  // namespace
 
 Program draw(uint64_t seed) {
@@ -379,6 +409,7 @@ Program draw(uint64_t seed) {
     if (layer.frozen && has_op(program, OpKind::kEdit)) layer.checkpoint = false;
   draw_worlds(random, program);
   draw_more(random, program);
+  draw_states(random, program);
   return program;
 }
 

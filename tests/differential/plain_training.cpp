@@ -111,9 +111,13 @@ void PlainTraining::check_accepted() const {
   for (size_t index = 0; index < program_.optimizers.size(); ++index) {
     const Optimizer& optimizer = program_.optimizers[index];
     if (optimizer.kind == "LBFGS") throw Refused("must be elementwise; got LBFGS");
-    if ((optimizer.kind != "Lion" && !optimizer.is_own_whole()) || optimizer.declared) continue;
-    for (const size_t i : parameters_of(program_, index, main_.size()))
-      if (!is_whole[i]) throw Refused("declare that: elementwise = true");
+    const bool is_elementwise =
+        (optimizer.kind != "Lion" && !optimizer.is_own_whole()) || optimizer.declared;
+    for (const size_t i : parameters_of(program_, index, main_.size())) {
+      if (!is_elementwise && !is_whole[i]) throw Refused("declare that: elementwise = true");
+      if (optimizer.state != at::kFloat && main_dtype(i) == at::kDouble)
+        throw Refused("is not for '");
+    }
   }
 }
 

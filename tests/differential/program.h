@@ -39,6 +39,7 @@ struct Optimizer {
   bool fused = false;
   bool schedule = false;
   bool declared = true;  ///< that it is elementwise (`ShardedOptimizerOptions::elementwise`)
+  at::ScalarType state = at::kFloat;  ///< `CPUAdamOptions::state_dtype`
   bool operator==(const Optimizer&) const = default;
 
   bool is_own_whole() const { return kind == "Lamb" || kind == "Factored"; }  ///< of the user

@@ -148,8 +148,8 @@ class Source {
       options += fmt::format(".alpha({}).eps({}).momentum({}).centered({})", own.beta2, own.eps,
                              own.momentum, literal(own.flag));
     if (own.kind == "CPUAdam")
-      options += fmt::format(".betas({{{}, {}}}).adamw_mode({})", own.momentum, own.beta2,
-                             literal(own.flag));
+      options += fmt::format(".betas({{{}, {}}}).adamw_mode({}).state_dtype(at::k{})", own.momentum,
+                             own.beta2, literal(own.flag), at::toString(own.state));
     if (own.kind == "LBFGS") options = fmt::format("({})", own.lr);
     const bool is_muon = own.kind == "Muon";
     if (is_muon)

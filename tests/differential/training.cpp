@@ -218,7 +218,7 @@ std::unique_ptr<optim::Optimizer> make_optimizer(const Optimizer& spec,
                                                  const std::vector<Tensor>& parameters) {
   const auto betas = std::make_tuple(spec.momentum, spec.beta2);
   const auto& [kind, lr, decay, momentum, beta2, eps, flag, groups, reversed, fused, schedule,
-               declared] = spec;
+               declared, state] = spec;
   if (kind == "SGD" || kind == "Lion") {
     const auto options =
         optim::SGDOptions(lr).momentum(momentum).weight_decay(decay).nesterov(flag && momentum > 0);
@@ -235,7 +235,9 @@ std::unique_ptr<optim::Optimizer> make_optimizer(const Optimizer& spec,
         parameters);
   if (kind == "CPUAdam")
     return make_groups<CPUAdam>(
-        spec, CPUAdamOptions(lr).betas(betas).eps(eps).weight_decay(decay).adamw_mode(flag),
+        spec,
+        CPUAdamOptions(lr).betas(betas).eps(eps).weight_decay(decay).adamw_mode(flag).state_dtype(
+            state),
         parameters);
   if (kind == "Muon") return make_muon(spec, parameters);
   static const bool is_described = (describe_whole(), true);

@@ -193,6 +193,8 @@ TEST(Plan, HonoursEveryOption) {
                                         {"--param-dtype", "bf16", "--reduce-dtype", "float32"},
                                         {"--optimizer", "sgd"},
                                         {"--optimizer", "amsgrad"},
+                                        {"--optimizer", "cpuadam-bf16"},
+                                        {"--optimizer", "cpuadam-8bit"},
                                         {"--offload", "host"},
                                         {"--unit-bytes", "0"},
                                         {"--unit-bytes", "0", "--resident-bytes", "-1"},

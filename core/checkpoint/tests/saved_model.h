@@ -95,7 +95,8 @@ inline std::map<std::string, torch::Tensor> read_all(const std::filesystem::path
   const std::map<std::string, torch::Dtype> dtypes = {{"F32", torch::kFloat},
                                                       {"F64", torch::kDouble},
                                                       {"I64", torch::kLong},
-                                                      {"BF16", torch::kBFloat16}};
+                                                      {"BF16", torch::kBFloat16},
+                                                      {"U8", torch::kByte}};
   const nlohmann::json index = read_index(checkpoint);
   std::map<std::string, ParsedFile> files;
   std::map<std::string, torch::Tensor> all;

@@ -5,21 +5,28 @@
 
 #include <cstdint>
 #include <map>
+#include <string>
 #include <vector>
 
 namespace tessera {
 
-/// A parameter to step. All tensors have its shape, and none is a DistTensor.
+/// A parameter to step. All tensors but the scales have its shape, and none is a DistTensor.
 struct AdamParam {
   at::Tensor param, grad, exp_avg, exp_avg_sq;
   int64_t step = 0;    ///< 1 for the first step
   at::Tensor rounded;  ///< also receives the new values, rounded to its dtype; may be undefined
+  at::Tensor exp_avg_scale, exp_avg_sq_scale;  ///< of Byte moments
 };
 
 /// Returns the dtype of the moments that `CPUAdam` keeps for parameters of dtype `param`.
-inline at::ScalarType moment_dtype(at::ScalarType param) {
-  return param == at::kDouble ? at::kDouble : at::kFloat;
+inline at::ScalarType moment_dtype(at::ScalarType param, at::ScalarType state = at::kFloat) {
+  return state == at::kFloat && param == at::kDouble ? at::kDouble : state;
 }
+
+/// Throws `c10::NotImplementedError` if moments of parameter `name`, of dtype `param`, can't be
+/// kept in `state`.
+void check_small(at::ScalarType state, at::ScalarType param, at::Device device, bool is_dist,
+                 const std::string& name);
 
 /// Throws as `CPUAdam::step()` does for a gradient that it can't step with.
 void check_adam_gradient(const at::Tensor& param);

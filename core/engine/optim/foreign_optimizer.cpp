@@ -6,6 +6,8 @@
 
 #include "engine/optim/foreign_state.h"
 #include "engine/optim/optimizer_archive.h"
+#include "engine/optim/param_state.h"
+#include "engine/optim/state_shape.h"
 
 namespace tessera {
 namespace {
@@ -23,7 +25,7 @@ std::vector<torch::optim::OptimizerParamGroup> make_groups(
 bool is_count(const std::string& name, const c10::IValue& value, const at::Tensor& param) {
   if (value.isInt() || value.isBool()) return true;
   // A parameter may have a single element, too.
-  return value.isTensor() && value.toTensor().numel() == 1 &&
+  return value.isTensor() && value.toTensor().numel() == 1 && !is_scale(name) &&
          (name == "step" || value.toTensor().sizes() != param.sizes());
 }
 
@@ -52,7 +54,10 @@ void ForeignOptimizer::load(torch::serialize::InputArchive& archive) {
   load_values(
       archive, *this,
       [&](const at::Tensor& param, const Values& values) { write_state(param, values); },
-      [&](size_t group, const Values& values) { write_options(group, values); });
+      [&](size_t group, Values values) {
+        if (kind() == "CPUAdam") values.erase(kStateDtype);
+        write_options(group, values);
+      });
 }
 
 const ForeignOptimizer* as_foreign(const torch::optim::Optimizer& optimizer) {

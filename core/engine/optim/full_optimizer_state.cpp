@@ -18,6 +18,7 @@
 #include "engine/optim/optimizer_archive.h"
 #include "engine/optim/param_state.h"
 #include "engine/optim/sharded_optimizer_access.h"
+#include "engine/optim/small_state.h"
 #include "engine/optim/state_replacement.h"
 #include "engine/optim/state_shape.h"
 #include "engine/unit/agreement.h"
@@ -159,12 +160,16 @@ class Join {
     const at::Tensor part = value.toTensor();
     auto it = whole.find(name);
     if (it == whole.end()) {
-      const at::Tensor empty = at::empty_strided(slot.sizes, slot.strides, part.options());
+      const at::Tensor empty = is_scale(name)
+                                   ? at::empty(state_sizes(name, slot.sizes), part.options())
+                                   : at::empty_strided(slot.sizes, slot.strides, part.options());
       it = whole.emplace(name, empty.zero_()).first;
     }
-    at::as_strided(it->second.toTensor(), {slot.numel}, {1})
-        .narrow(0, begin - slot.offset, end - begin)
-        .copy_(flat_part(slot, part));
+    const at::Tensor& all = it->second.toTensor();
+    const int64_t first = begin - slot.offset;
+    at::as_strided(all, {all.numel()}, {1})
+        .narrow(0, is_scale(name) ? first / kStateBlock : first, part.numel())
+        .copy_(is_scale(name) ? part : flat_part(slot, part));
   }
 
   const ShardedState& state_;
@@ -189,21 +194,42 @@ std::vector<ParamValues> values_of_params(ShardedOptimizer& optimizer,
   return params;
 }
 
+// Returns the state, in float where its blocks of 8 bits are not those of the parameter, or are
+// cut.
+Values decoded_if_cut(const ParamSlot& slot, const Segment& segment, Values values) {
+  const bool is_cut =
+      (segment.begin - slot.offset) % kStateBlock != 0 ||
+      (segment.end != slot.offset + slot.numel && (segment.end - slot.offset) % kStateBlock != 0);
+  for (const std::string name : {"exp_avg", "exp_avg_sq"}) {
+    const auto codes = values.find(name), scales = values.find(name + "_scale");
+    if (codes == values.end() || scales == values.end()) continue;
+    const KeptMoment kept{codes->second.toTensor(), scales->second.toTensor()};
+    if (!is_cut && kept.values.strides() == at::IntArrayRef(slot.strides)) continue;
+    codes->second = converted(kept, name == "exp_avg", at::kFloat, kept.values).values;
+    values.erase(scales);
+  }
+  return values;
+}
+
 // Returns this rank's part of a parameter's state. Tensors of other shapes stay as they are, also
 // those that have the parameter's by chance: the order of their elements in memory matters, too.
-std::optional<Values> cut(const ParamSlot& slot, const Segment& segment, const Values& values,
+std::optional<Values> cut(torch::optim::Optimizer& optimizer, const ParamSlot& slot,
+                          const Segment& segment, const Values& values,
                           const std::set<std::string>& others, const OtherShapes& other_shapes) {
   if (!segment.tensor.defined()) return {};
   const bool is_whole = segment.end - segment.begin == slot.numel;
   Values parts;
-  for (const auto& [name, value] : values) {
+  for (const auto& [name, value] : decoded_if_cut(slot, segment, values)) {
     c10::IValue& part = parts[name] = value;
     const bool is_other = is_whole && other_shapes.contains(name);
     if (is_other ? value.isTensor() : is_elementwise(name, value, slot.sizes, others)) {
       const at::Tensor own =
-          is_other ? value.toTensor() : cut_segment(slot, segment, value.toTensor());
-      // The optimizer keeps its state in the dtype that it updates.
-      part = own.scalar_type() == slot.dtype ? own.to(slot.master_dtype) : own;
+          is_other ? value.toTensor() : cut_state(slot, segment, name, value.toTensor());
+      // State that was made for a narrow parameter would lose what the updated values keep.
+      auto& param_group = optimizer.param_groups()[segment.param_group];
+      const auto dtype = state_dtype(optimizer, param_group, slot.master_dtype);
+      const bool is_narrow = own.scalar_type() == slot.dtype && !is_scale(name);
+      part = is_narrow && c10::isFloatingType(dtype) ? own.to(dtype) : own;
     }
     part = move_to(part, segment.tensor);
   }
@@ -244,7 +270,8 @@ std::vector<at::Tensor> load_part(ShardedOptimizer& optimizer, const OptimizerSt
   previous.emplace(inner, kLoad);
   const auto convert = [&](int64_t number, const Values& values) {
     const Segment& segment = OptimizerAccess(optimizer).segments()[number];
-    return cut(optimizer.module().state()->slot(segment.place), segment, values, others, shapes);
+    return cut(inner, optimizer.module().state()->slot(segment.place), segment, values, others,
+               shapes);
   };
   set_state(inner, state_dict, numbers, convert, kLoad);
   return masters;

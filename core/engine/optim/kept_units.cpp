@@ -36,8 +36,10 @@ bool is_all_of(const Unit& unit, const UnitSegments& segments) {
 int64_t state_nbytes_of(torch::optim::Optimizer& optimizer, const Segment& segment) {
   const ParamState state = read_param_state(optimizer, segment.tensor);
   int64_t nbytes = state.nbytes();
-  for (const auto& name : state_names(optimizer, optimizer.param_groups()[segment.param_group])) {
-    if (!state.tensors.contains(name)) nbytes += static_cast<int64_t>(segment.tensor.nbytes());
+  for (const StateTensor& tensor :
+       state_tensors(optimizer, optimizer.param_groups()[segment.param_group],
+                     segment.tensor.scalar_type(), segment.tensor.sizes())) {
+    if (!state.tensors.contains(tensor.name)) nbytes += tensor.nbytes();
   }
   return nbytes;
 }

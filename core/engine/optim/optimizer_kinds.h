@@ -18,6 +18,7 @@
 
 #include "engine/optim/cpu_adam_step.h"
 #include "engine/optim/described_optimizer.h"
+#include "engine/optim/param_state.h"
 
 namespace tessera {
 
@@ -28,13 +29,14 @@ namespace tessera {
 /// - `visit_state(state, tensor, count)`: calls `tensor` or `count` with the name of each field of
 ///   the state and a reference to it;
 /// - `visit_options(options, f)`: calls `f` with the name of each option and a reference to its
-///   double, int64_t or bool; `betas` is `beta1` and `beta2`;
+///   double, int64_t, bool or dtype; `betas` is `beta1` and `beta2`;
 /// - `state_names(options)`: the names of the tensors that the optimizer keeps with these options;
 /// - `make_state()`: a state object without tensors;
 /// - `is_exactly(optimizer)`: whether the optimizer is of its class, and not of a derived one;
 /// - `starts_with_zeros(options)`: whether the first step makes state of zeros;
 /// - `steps_elementwise(options)`: whether a step treats each element by itself;
-/// - `state_dtype(param)`: the dtype of the state of parameters of dtype `param`.
+/// - `state_dtype(options, param)`: the dtype of the state of parameters of dtype `param`, but for
+///   scales, which are Float.
 ///
 /// Names are those of LibTorch and PyTorch.
 template <class OptimizerClass, class OptionsClass, class StateClass>
@@ -48,7 +50,9 @@ struct OptimizerKind {
   }
   static bool starts_with_zeros(Options& /*options*/) { return true; }
   static bool steps_elementwise(const Options& /*options*/) { return true; }
-  static at::ScalarType state_dtype(at::ScalarType param) { return param; }
+  static at::ScalarType state_dtype(const Options& /*options*/, at::ScalarType param) {
+    return param;
+  }
 };
 
 template <class OptimizerClass, class OptionsClass, class StateClass>
@@ -91,6 +95,8 @@ struct CPUAdamKind : OptimizerKind<CPUAdam, CPUAdamOptions, CPUAdamParamState> {
   static void visit_state(State& state, Tensor&& tensor, Count&& count) {
     tensor("exp_avg", state.exp_avg());
     tensor("exp_avg_sq", state.exp_avg_sq());
+    tensor("exp_avg_scale", state.exp_avg_scale());
+    tensor("exp_avg_sq_scale", state.exp_avg_sq_scale());
     count("step", state.step());
   }
   template <class F>
@@ -102,11 +108,16 @@ struct CPUAdamKind : OptimizerKind<CPUAdam, CPUAdamOptions, CPUAdamParamState> {
     f("eps", options.eps());
     f("weight_decay", options.weight_decay());
     f("adamw_mode", options.adamw_mode());
+    f(kStateDtype, options.state_dtype());
+    f("seed", options.seed());
   }
-  static std::vector<std::string> state_names(Options& /*options*/) {
-    return {"exp_avg", "exp_avg_sq"};
+  static std::vector<std::string> state_names(Options& options) {
+    if (options.state_dtype() != at::kByte) return {"exp_avg", "exp_avg_sq"};
+    return {"exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"};
   }
-  static at::ScalarType state_dtype(at::ScalarType param) { return moment_dtype(param); }
+  static at::ScalarType state_dtype(const Options& options, at::ScalarType param) {
+    return moment_dtype(param, options.state_dtype());
+  }
 };
 
 struct SGDKind
@@ -209,7 +220,9 @@ struct MuonKind : OptimizerKind<Muon, MuonOptions, MuonParamState> {
     return {"momentum_buffer"};
   }
   static bool steps_elementwise(const Options& options) { return options.adamw(); }
-  static at::ScalarType state_dtype(at::ScalarType param) { return moment_dtype(param); }
+  static at::ScalarType state_dtype(const Options& /*options*/, at::ScalarType param) {
+    return moment_dtype(param);
+  }
 };
 
 using OptimizerKinds =
@@ -246,7 +259,9 @@ struct DescribedKind {
   }
   static bool starts_with_zeros(Options& /*options*/) { return false; }
   bool steps_elementwise(const Options& /*options*/) const { return traits->cut == Cut::kAnywhere; }
-  static at::ScalarType state_dtype(at::ScalarType param) { return param; }
+  static at::ScalarType state_dtype(const Options& /*options*/, at::ScalarType param) {
+    return param;
+  }
 };
 
 /// Calls `f` with the first kind of the table that `is_it(kind)` accepts; returns false if there is

@@ -1,8 +1,10 @@
 #include "engine/optim/param_state.h"
 
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Type.h>
+#include <c10/util/accumulate.h>
 
 #include <type_traits>
 #include <typeinfo>
@@ -10,6 +12,7 @@
 
 #include "engine/optim/foreign_state.h"
 #include "engine/optim/optimizer_kinds.h"
+#include "engine/optim/state_shape.h"
 
 namespace tessera {
 namespace {
@@ -157,12 +160,20 @@ void replace_state_tensors(torch::optim::Optimizer& optimizer, const at::Tensor&
   });
 }
 
-std::vector<std::string> state_names(const torch::optim::Optimizer& optimizer,
-                                     torch::optim::OptimizerParamGroup& param_group) {
-  std::vector<std::string> names;
-  with_options(optimizer, param_group,
-               [&](auto kind, auto& options) { names = kind.state_names(options); });
-  return names;
+int64_t StateTensor::nbytes() const {
+  return c10::multiply_integers(sizes) * static_cast<int64_t>(c10::elementSize(dtype));
+}
+
+std::vector<StateTensor> state_tensors(const torch::optim::Optimizer& optimizer,
+                                       torch::optim::OptimizerParamGroup& param_group,
+                                       at::ScalarType param, at::IntArrayRef sizes) {
+  std::vector<StateTensor> tensors;
+  with_options(optimizer, param_group, [&](auto kind, auto& options) {
+    for (const std::string& name : kind.state_names(options))
+      tensors.push_back({name, is_scale(name) ? at::kFloat : kind.state_dtype(options, param),
+                         state_sizes(name, sizes)});
+  });
+  return tensors;
 }
 
 OtherShapes other_shapes(const torch::optim::Optimizer& optimizer) {
@@ -176,26 +187,35 @@ OtherShapes other_shapes(const torch::optim::Optimizer& optimizer) {
   return result;
 }
 
-at::ScalarType state_dtype(const torch::optim::Optimizer& optimizer, at::ScalarType param) {
+at::ScalarType state_dtype(const torch::optim::Optimizer& optimizer,
+                           torch::optim::OptimizerParamGroup& param_group, at::ScalarType param) {
+  const ForeignOptimizer* const foreign = as_foreign(optimizer);
+  const auto nothing = [](auto) {};
+  const bool is_known =
+      foreign ? with_kind(foreign->kind(), nothing) : with_kind(optimizer, nothing);
+  if (!is_known) return param;
   at::ScalarType result = param;
-  with_kind(optimizer, [&](auto kind) { result = kind.state_dtype(param); });
+  with_options(optimizer, param_group,
+               [&](auto kind, auto& options) { result = kind.state_dtype(options, param); });
   return result;
 }
 
 void make_param_state(torch::optim::Optimizer& optimizer,
                       torch::optim::OptimizerParamGroup& param_group, const at::Tensor& param) {
   if (has_param_state(optimizer, param)) return;
-  const auto names = state_names(optimizer, param_group);
+  const auto tensors = state_tensors(optimizer, param_group, param.scalar_type(), param.sizes());
   bool starts_with_zeros = false;
   with_options(optimizer, param_group, [&](auto kind, auto& options) {
     starts_with_zeros = kind.starts_with_zeros(options);
   });
-  if (names.empty() || !starts_with_zeros) return;
+  if (tensors.empty() || !starts_with_zeros) return;
   ParamState state;
-  const auto options = param.options().dtype(state_dtype(optimizer, param.scalar_type()));
-  for (const std::string& name : names)
-    state.tensors[name] =
-        at::zeros_like(param.detach(), options.requires_grad(false), at::MemoryFormat::Preserve);
+  for (const StateTensor& tensor : tensors) {
+    const auto options = param.options().dtype(tensor.dtype).requires_grad(false);
+    state.tensors[tensor.name] =
+        is_scale(tensor.name) ? at::zeros(tensor.sizes, options)
+                              : at::zeros_like(param.detach(), options, at::MemoryFormat::Preserve);
+  }
   state.counts["step"] = 0;
   write_param_state(optimizer, param, state);
 }

@@ -22,7 +22,8 @@ namespace tessera {
 /// An optimizer's state for one parameter, by the names of LibTorch and PyTorch (`exp_avg`,
 /// `momentum_buffer`, ...).
 struct ParamState {
-  std::map<std::string, at::Tensor> tensors;  ///< of the parameter's shape, but for others
+  /// Of shapes that `state_sizes()` says, but for `other_shapes()`.
+  std::map<std::string, at::Tensor> tensors;
   std::map<std::string, int64_t> counts;      ///< such as `step`
 
   int64_t nbytes() const;  ///< of the tensors
@@ -52,12 +53,6 @@ void replace_state_tensors(torch::optim::Optimizer& optimizer, const at::Tensor&
 /// Returns true for the optimizers whose state can be read.
 bool knows_state(const torch::optim::Optimizer& optimizer);
 
-/// Returns the names of the tensors of the parameter's shape that the optimizer keeps with the
-/// options of a param group; for a described class, of all that it may keep. Throws as
-/// `read_param_state` does.
-std::vector<std::string> state_names(const torch::optim::Optimizer& optimizer,
-                                     torch::optim::OptimizerParamGroup& param_group);
-
 /// The state that may have another shape than its parameter: tensors that a described class names,
 /// or any of a `ForeignOptimizer` of an unknown kind that is not elementwise.
 struct OtherShapes {
@@ -67,8 +62,26 @@ struct OtherShapes {
 };
 OtherShapes other_shapes(const torch::optim::Optimizer& optimizer);
 
-/// Returns the dtype of the tensors that the optimizer keeps for parameters of dtype `param`.
-at::ScalarType state_dtype(const torch::optim::Optimizer& optimizer, at::ScalarType param);
+/// A tensor that an optimizer keeps for a parameter or part.
+struct StateTensor {
+  std::string name;
+  at::ScalarType dtype;
+  std::vector<int64_t> sizes;
+  int64_t nbytes() const;
+};
+
+/// Returns the tensors that the optimizer keeps for parameters, or parts, of this dtype and shape,
+/// with the options of a param group. Throws as `read_param_state` does.
+std::vector<StateTensor> state_tensors(const torch::optim::Optimizer& optimizer,
+                                       torch::optim::OptimizerParamGroup& param_group,
+                                       at::ScalarType param, at::IntArrayRef sizes);
+
+/// Returns the dtype of those with a value for each element; `param` for an unknown class.
+at::ScalarType state_dtype(const torch::optim::Optimizer& optimizer,
+                           torch::optim::OptimizerParamGroup& param_group, at::ScalarType param);
+
+/// The option in which an optimizer says how it keeps its state. Loads leave it as it is.
+constexpr const char* kStateDtype = "state_dtype";
 
 /// Makes the state of zeros that the first step would make for `param`, if it has none. Does
 /// nothing for SGD with dampening, whose buffer starts as the first gradient, and for described

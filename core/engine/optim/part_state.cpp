@@ -7,6 +7,7 @@
 #include <typeinfo>
 
 #include "engine/optim/optimizer_kinds.h"
+#include "engine/optim/state_shape.h"
 
 // [Note: State of parts]
 //
@@ -71,7 +72,7 @@ void guard_parts(const ShardedState& state, torch::optim::Optimizer& optimizer,
       using State = typename decltype(kind)::State;
       const auto check = [&](const char* name, const at::Tensor& tensor) {
         TORCH_CHECK_VALUE(
-            !tensor.defined() || tensor.sizes() == part.sizes(),
+            !tensor.defined() || tensor.sizes() == at::IntArrayRef(state_sizes(name, part.sizes())),
             "[ShardedOptimizer] the optimizer's state must be that of this rank's part of '",
             state.slot(segment->place).name(), "', of shape ", part.sizes(), "; got a '", name,
             "' of shape ", tensor.sizes(), " on rank ", state.mesh().rank(),

@@ -6,13 +6,17 @@
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
+#include <map>
 #include <set>
 #include <tuple>
 
 #include "engine/grad/grad_gate.h"
+#include "engine/optim/cpu_adam_step.h"
 #include "engine/optim/optimizer_parameters.h"
 #include "engine/optim/param_state.h"
 #include "engine/optim/part_state.h"
+#include "engine/optim/small_state.h"
+#include "engine/optim/state_shape.h"
 
 namespace tessera {
 namespace {
@@ -39,12 +43,13 @@ std::string foreign_step_error(const ParamSlot& slot) {
 
 // Where the optimizer updates a wider copy of a parameter than is used, widens the state. It may
 // have been made for the narrow one: its sums would lose what the copy keeps.
-void widen_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, at::ScalarType used) {
+void widen_state(torch::optim::Optimizer& optimizer, size_t group, const at::Tensor& param,
+                 at::ScalarType used) {
   if (param.scalar_type() == used || !knows_state(optimizer)) return;
-  const auto dtype = state_dtype(optimizer, param.scalar_type());
+  const auto dtype = state_dtype(optimizer, optimizer.param_groups()[group], param.scalar_type());
   replace_state_tensors(optimizer, param, [&](const at::Tensor& tensor) {
     const bool is_narrow =
-        tensor.is_floating_point() && tensor.element_size() < c10::elementSize(dtype);
+        tensor.is_floating_point() && tensor.itemsize() < c10::elementSize(dtype);
     return is_narrow ? tensor.to(dtype) : tensor;
   });
 }
@@ -55,14 +60,14 @@ void move_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, con
   if (segment && !slot.dist && segment->tensor.sizes() == param.sizes()) {
     // The state is whole, so it can be moved for any class of optimizers.
     move_param_state(optimizer, param, segment->tensor);
-    return widen_state(optimizer, segment->tensor, slot.dtype);
+    return widen_state(optimizer, segment->param_group, segment->tensor, slot.dtype);
   }
   if (segment) {
     ParamState state = read_param_state(optimizer, param);
     for (auto& [name, tensor] : state.tensors)
-      tensor = cut_segment(slot, *segment, local_of(tensor));
+      tensor = cut_state(slot, *segment, name, local_of(tensor));
     write_param_state(optimizer, segment->tensor, state);
-    widen_state(optimizer, segment->tensor, slot.dtype);
+    widen_state(optimizer, segment->param_group, segment->tensor, slot.dtype);
   }
   erase_param_state(optimizer, param);
 }
@@ -118,6 +123,39 @@ void check_none_cut(const ShardedState& state, const torch::optim::Optimizer& op
   }
 }
 
+// Throws if CPUAdam can't keep the state of a parameter in `kept`; all ranks have the same layouts.
+// `on_device`: where the parameter is, even if the unit is offloaded.
+void check_small_state(const ShardedState& state, at::ScalarType kept, const ParamIndex& place,
+                       bool on_device) {
+  if (kept == at::kFloat) return;
+  const Unit& unit = *state.units()[place.unit];
+  const ParamSlot& slot = state.slot(place);
+  const bool is_on_host = !on_device && unit.master().is_offloaded();
+  check_small(kept, slot.master_dtype, is_on_host ? at::kCPU : unit.layout().device,
+              slot.dist.has_value(), "'" + slot.name() + "'");
+  if (kept != at::kByte || unit.layout().level == ShardLevel::kNone) return;
+  for (const int64_t bound : unit.layout().bounds) {
+    const int64_t at = bound - slot.offset;
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        at <= 0 || at >= slot.numel || at % kStateBlock == 0,
+        "[ShardedOptimizer] CPUAdam's state_dtype Byte needs blocks of ", kStateBlock,
+        " elements together on a rank, but '", slot.name(),
+        "' is cut inside of one. Shard it with plan.cuts = tessera::cpu_adam_cuts(), the rule "
+        "{\"*\", Cut::kElements, 256}");
+  }
+}
+
+bool is_cpu_adam(const torch::optim::Optimizer& optimizer) {
+  return knows_state(optimizer) && optimizer_kind(optimizer) == "CPUAdam";
+}
+
+// Returns CPUAdam's `state_dtype` of a param group.
+at::ScalarType small_dtype(torch::optim::Optimizer& optimizer, size_t group) {
+  const auto options = read_options(optimizer, group);
+  const auto it = options.find(kStateDtype);
+  return it == options.end() ? at::kFloat : static_cast<at::ScalarType>(it->second);
+}
+
 const Segment* find_held(const std::vector<Segment>& segments, const at::Tensor& param) {
   const auto it = std::find_if(segments.begin(), segments.end(),
                                [&](const Segment& segment) { return segment.held.is_same(param); });
@@ -135,6 +173,13 @@ at::Tensor cut_segment(const ParamSlot& slot, const Segment& segment, const at::
       .narrow(0, segment.begin - slot.offset, segment.end - segment.begin)
       .clone()
       .as_strided(segment.tensor.sizes(), segment.tensor.strides());
+}
+
+at::Tensor cut_state(const ParamSlot& slot, const Segment& segment, const std::string& name,
+                     const at::Tensor& whole) {
+  if (!is_scale(name)) return cut_segment(slot, segment, whole);
+  const int64_t begin = (segment.begin - slot.offset) / kStateBlock;
+  return whole.narrow(0, begin, blocks_of(segment.end - segment.begin)).clone();
 }
 
 at::Tensor reduced_gradient(ShardedState& state, const Segment& segment) {
@@ -157,7 +202,7 @@ bool has_only(const torch::optim::Optimizer& optimizer, const std::vector<Segmen
   return next == segments.size();
 }
 
-void check_optimizer(const ShardedState& state, const torch::optim::Optimizer& optimizer,
+void check_optimizer(const ShardedState& state, torch::optim::Optimizer& optimizer,
                      bool elementwise, const std::vector<Segment>& adopted) {
   check_class("ShardedOptimizer", optimizer);
   std::vector<NamedTensor> params = parameters_of(state);
@@ -165,6 +210,28 @@ void check_optimizer(const ShardedState& state, const torch::optim::Optimizer& o
     params.push_back({state.slot(segment.place).name(), segment.held});
   check_optimized_once("ShardedOptimizer", params, {&optimizer});
   if (!elementwise) check_none_cut(state, optimizer);
+  if (!is_cpu_adam(optimizer)) return;
+  for (size_t group = 0; group < optimizer.param_groups().size(); ++group) {
+    const at::ScalarType kept = small_dtype(optimizer, group);
+    for (const at::Tensor& param : optimizer.param_groups()[group].params()) {
+      const auto place = state.find(param);
+      if (!place) continue;  // adopted before
+      // There may be state from before the option was changed.
+      const bool has_scales = read_param_state(optimizer, param).tensors.contains("exp_avg_scale");
+      check_small_state(state, has_scales ? at::kByte : kept, *place, /*on_device=*/false);
+    }
+  }
+}
+
+void check_small_state(const ShardedState& state, torch::optim::Optimizer& optimizer,
+                       const std::vector<Segment>& segments, bool on_device) {
+  if (!is_cpu_adam(optimizer)) return;
+  std::map<size_t, at::ScalarType> kept;
+  for (const Segment& segment : segments) {
+    const auto [it, is_new] = kept.try_emplace(segment.param_group);
+    if (is_new) it->second = small_dtype(optimizer, segment.param_group);
+    check_small_state(state, it->second, segment.place, on_device);
+  }
 }
 
 void give_back_parameters(const ShardedState& state, torch::optim::Optimizer& optimizer,
@@ -228,7 +295,7 @@ void follow_thawed(const ShardedState& state, torch::optim::Optimizer& optimizer
     }
     const auto before = segment.tensor.scalar_type();
     segment.tensor.set_data(part_of(unit, state.slot(segment.place), segment));
-    widen_state(optimizer, segment.tensor, before);
+    widen_state(optimizer, segment.param_group, segment.tensor, before);
   }
 }
 

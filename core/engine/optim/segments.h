@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "engine/model/sharded_state.h"
@@ -30,14 +31,23 @@ bool keeps_matrices(const ParamSlot& slot);
 /// segment's shape. This rank must have the segment.
 at::Tensor cut_segment(const ParamSlot& slot, const Segment& segment, const at::Tensor& whole);
 
+/// Does so for a tensor of an optimizer's state, of the shape that `state_sizes()` says.
+at::Tensor cut_state(const ParamSlot& slot, const Segment& segment, const std::string& name,
+                     const at::Tensor& whole);
+
 /// Returns the segment's reduced gradient; undefined if its parameter has none or lies elsewhere.
 at::Tensor reduced_gradient(ShardedState& state, const Segment& segment);
 
 /// Checks that each parameter of the optimizer is the model's and is in one param group only, and
 /// that the optimizer can work on segments; `elementwise`: the user says that it steps elementwise.
 /// Param groups may hold the segments in `adopted` instead of their parameters. Changes nothing.
-void check_optimizer(const ShardedState& state, const torch::optim::Optimizer& optimizer,
+void check_optimizer(const ShardedState& state, torch::optim::Optimizer& optimizer,
                      bool elementwise, const std::vector<Segment>& adopted = {});
+
+/// Throws `c10::NotImplementedError` if the state of these segments can't be kept as the options of
+/// the param groups say now. `on_device`: in the memory of the parameters, not that of the host.
+void check_small_state(const ShardedState& state, torch::optim::Optimizer& optimizer,
+                       const std::vector<Segment>& segments, bool on_device = false);
 
 /// Returns true if the optimizer's param groups hold `segments`, in that order, and nothing else.
 bool has_only(const torch::optim::Optimizer& optimizer, const std::vector<Segment>& segments);

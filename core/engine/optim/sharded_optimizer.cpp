@@ -89,10 +89,9 @@ void ShardedOptimizer::Impl::reserve_state() {
       if (!place) continue;  // adopted before
       const Unit& unit = *state().units()[place->unit];
       const auto [begin, end] = unit.updated_range(state().slot(*place));
-      const at::ScalarType dtype = state_dtype(*optimizer, unit.layout().master_dtype);
-      const auto item = static_cast<int64_t>(c10::elementSize(dtype));
-      nbytes.insert(nbytes.end(), state_names(*optimizer, param_group).size(),
-                    (end - begin) * item);
+      for (const StateTensor& tensor :
+           state_tensors(*optimizer, param_group, unit.layout().master_dtype, {end - begin}))
+        nbytes.push_back(tensor.nbytes());
     }
   }
   if (outer) {
@@ -289,7 +288,7 @@ void ShardedOptimizer::Impl::follow() {
   state().thaw_trained();
   follow_thawed(state(), *optimizer, segments);
   guard_parts();
-  if (has_only(*optimizer, segments)) return;
+  if (has_only(*optimizer, segments)) return check_small_state(state(), *optimizer, segments);
   check_optimizer(state(), *optimizer, options.elementwise, segments);
   reserve_state();
   adopt();
@@ -421,6 +420,7 @@ int64_t ShardedOptimizer::keep_on_device(int64_t nbytes) {
               "[keep_on_device] the plan must offload master weights and state; expected "
               "Offload::kHost or Offload::kDirectory, got Offload::kNone");
   impl_->follow();
+  check_small_state(state, *impl_->optimizer, impl_->segments, /*on_device=*/true);
   return bring_units_back(state, *impl_->optimizer, impl_->segments, nbytes);
 }
 

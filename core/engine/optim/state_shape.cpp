@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <map>
 
+#include "engine/optim/small_state.h"
+
 namespace tessera {
 namespace {
 
@@ -39,12 +41,14 @@ void check_named(const std::string& name, const Named& named, bool may_fit_by_ch
                  const char* function) {
   bool any_fits = false;
   for (size_t i = 0; i < named.params.size() && !may_fit_by_chance; ++i) {
-    const at::IntArrayRef param = named.params[i]->sizes;
-    any_fits = any_fits || (is_several(param) && named.tensors[i].sizes() == param);
+    const auto param = state_sizes(name, named.params[i]->sizes);
+    any_fits =
+        any_fits || (is_several(param) && named.tensors[i].sizes() == at::IntArrayRef(param));
   }
   const bool one_shape = have_one_shape(named);
   for (size_t i = 0; i < named.params.size(); ++i) {
-    const at::IntArrayRef param = named.params[i]->sizes, sizes = named.tensors[i].sizes();
+    const auto own = state_sizes(name, named.params[i]->sizes);
+    const at::IntArrayRef param = own, sizes = named.tensors[i].sizes();
     const bool is_single = named.tensors[i].numel() == 1;
     const bool fits = sizes == param || (is_single && !is_several(param)) ||
                       (!any_fits && (is_single || one_shape || has_lengths_of(sizes, param)));
@@ -54,6 +58,15 @@ void check_named(const std::string& name, const Named& named, bool may_fit_by_ch
 }
 
 }  // namespace
+
+bool is_scale(const std::string& name) {
+  return name == "exp_avg_scale" || name == "exp_avg_sq_scale";
+}
+
+std::vector<int64_t> state_sizes(const std::string& name, at::IntArrayRef sizes) {
+  if (!is_scale(name)) return sizes.vec();
+  return {blocks_of(c10::multiply_integers(sizes))};
+}
 
 std::set<std::string> names_of_others(const std::vector<ParamValues>& params) {
   std::set<std::string> names;
@@ -67,7 +80,8 @@ std::set<std::string> names_of_others(const std::vector<ParamValues>& params) {
 
 bool is_elementwise(const std::string& name, const c10::IValue& value, at::IntArrayRef sizes,
                     const std::set<std::string>& others) {
-  if (!value.isTensor() || value.toTensor().sizes() != sizes) return false;
+  if (!value.isTensor()) return false;
+  if (value.toTensor().sizes() != at::IntArrayRef(state_sizes(name, sizes))) return false;
   return is_several(sizes) || !others.contains(name);
 }
 

@@ -15,13 +15,19 @@ struct ParamValues {
   const OptimizerStateDict::Values& values;
 };
 
+/// Returns true for the scales of 8-bit state (see small_state.h): one element for each block of
+/// the parameter, whose blocks no rank cuts.
+bool is_scale(const std::string& name);
+/// Returns the shape of the tensor of this name for a parameter or part of the shape `sizes`.
+std::vector<int64_t> state_sizes(const std::string& name, at::IntArrayRef sizes);
+
 /// Returns the names of values that do not have the shape of their parameter, although the
 /// parameter has more than one element.
 std::set<std::string> names_of_others(const std::vector<ParamValues>& params);
 
-/// Returns true for a tensor with a value for each element of its parameter or part, of shape
-/// `sizes`. `others`: from `names_of_others()`; distinguishes a count of one element from state of
-/// a single element.
+/// Returns true for a tensor with a value for each element, or block, of its parameter or part, of
+/// shape `sizes`. `others`: from `names_of_others()`; distinguishes a count of one element from
+/// state of a single element.
 bool is_elementwise(const std::string& name, const c10::IValue& value, at::IntArrayRef sizes,
                     const std::set<std::string>& others);
 

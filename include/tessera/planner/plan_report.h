@@ -57,8 +57,8 @@ TESSERA_API std::vector<ParameterSize> made_up_parameter_sizes(int64_t numel, in
 /// Throws `c10::ValueError` for an unknown name.
 TESSERA_API at::ScalarType parse_dtype(const std::string& name);
 
-/// Returns how many tensors of a parameter's size the optimizer keeps for each parameter: 2 for
-/// Adam and AdamW. Throws `c10::NotImplementedError` for an optimizer other than LibTorch's
+/// Returns how many tensors with a value for each element the optimizer keeps for each parameter: 2
+/// for Adam and AdamW. Throws `c10::NotImplementedError` for an optimizer other than LibTorch's
 /// Adagrad, Adam, AdamW, RMSprop and SGD, and CPUAdam, and `c10::ValueError` if its param groups
 /// differ in this.
 TESSERA_API int state_tensors_of(torch::optim::Optimizer& optimizer);
@@ -88,6 +88,9 @@ struct PlanReportOptions {
   /// See `state_tensors_of()`. They are counted in the dtype that the optimizer updates. (Those of
   /// Adagrad have the dtype that the parameters have when it is constructed.)
   int state_tensors = 2;
+  /// Their dtype, if it is another: `CPUAdamOptions::state_dtype`. Byte is for plans with
+  /// `cpu_adam_cuts()`.
+  std::optional<at::ScalarType> state_dtype = std::nullopt;
   /// Set: in place of them the state of `Muon`, with these exceptions of `muon_groups()`: a tensor
   /// for a matrix, two for other parameters, in float or wider. `plan.cuts` must have the rules.
   std::optional<std::vector<std::string>> muon = std::nullopt;
