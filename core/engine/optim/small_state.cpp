@@ -59,13 +59,15 @@ float encode_block(const float* values, bool is_signed, int64_t numel, uint8_t* 
                                            : std::bit_cast<float>(largest);
   const float divisor = largest == 0 ? 1 : scale;
   const Code& borders = table(is_signed).borders;
-  for (int64_t i = 0; i < numel; ++i) {
-    const float value = values[i] / divisor;
-    uint32_t code = 0;
-    for (uint32_t half = 128; half > 0; half /= 2)
-      code += value >= borders[code + half - 1] ? half : 0;
-    codes[i] = static_cast<uint8_t>(code);
+  // Bisects for all values at a time: no step waits for the one before, and none is a branch.
+  std::array<float, kStateBlock> scaled;
+  std::array<uint32_t, kStateBlock> found{};
+  for (int64_t i = 0; i < numel; ++i) scaled[i] = values[i] / divisor;
+  for (uint32_t half = 128; half > 0; half /= 2) {
+    for (int64_t i = 0; i < numel; ++i)
+      found[i] += half * static_cast<uint32_t>(scaled[i] >= borders[found[i] + half - 1]);
   }
+  for (int64_t i = 0; i < numel; ++i) codes[i] = static_cast<uint8_t>(found[i]);
   return scale;
 }
 
