@@ -175,7 +175,7 @@ std::string optimizer_assumptions(const PlanJob& job) {
   std::string text = fmt::format("- Parameters are used in {}. ", name_of(used));
   const auto kept = job.options.state_dtype;
   const std::string state =
-      job.options.muon ? "1 tensor of state for each matrix and 2 for others"
+      job.options.muon ? "1 tensor of state for each matrix\n  and 2 for each other parameter"
                        : fmt::format("{} tensors of state for each{}{}", job.options.state_tensors,
                                      kept ? ", in " + name_of(*kept) : "",
                                      kept == at::kByte ? " with a float for 256 elements" : "");

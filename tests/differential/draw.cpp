@@ -82,7 +82,6 @@ void draw_precision(Random& random, Program& program) {
   if (random.once_in(4)) precision.error_feedback = false;
   if (random.once_in(4)) precision.master_only = true;
   if (random.once_in(4)) precision.buffer_dtype = precision.param_dtype;
-  if (precision.param_dtype && random.once_in(3)) precision.round_frozen = true;
 }
 
 bool has_masters(const Program& program) {
@@ -351,6 +350,11 @@ void draw_more(Random& random, Program& program) {
   program.ignored = random.once_in(10) && !plan.precision.param_dtype;
   if (random.once_in(6)) reduce_by_hand(program);
   if (random.once_in(6)) draw_own_whole(random, program);
+  // Adagrad's sums have the dtype of the parameters from which it was made: before the wrap or
+  // after.
+  const auto is_adagrad = [](const Optimizer& optimizer) { return optimizer.kind == "Adagrad"; };
+  plan.precision.round_frozen = random.once_in(3) && plan.precision.param_dtype &&
+                                std::ranges::none_of(program.optimizers, is_adagrad);
   // Not with scales of rounded parameters: these are those of shards.
   program.grouped =
       random.once_in(6) && !plan.outer && program.shard_size == 0 && program.joined == 0 &&
@@ -363,7 +367,8 @@ void draw_states(Random& random, Program& program) {
   const bool changes = random.once_in(4) && !program.simulated;
   bool has_blocks = false;
   for (Optimizer& own : program.optimizers) {
-    const bool is_other = own.kind == "Muon" || own.kind == "Lion" || own.kind == "LBFGS";
+    const bool is_other = own.kind == "Muon" || own.kind == "Lion" || own.kind == "LBFGS" ||
+                          own.is_own_whole();
     const bool is_own = own.kind == "CPUAdam" ? random.once_in(2) : changes && !is_other;
     if (!is_own) continue;
     own.kind = "CPUAdam", own.fused = false, own.eps = 1e-8;

@@ -73,7 +73,8 @@ void PlainTraining::check_accepted() const {
   const auto sent = plan.precision.reduce_dtype;
   if ((narrow_ || narrow_gathers(program_)) && program_.simulated)
     throw Refused("[fully_shard]");  // one of several
-  if (narrow_ && program_.shard_size > 0) throw Refused("can't go with replicate_group");
+  if (narrow_ && program_.shard_size > 0 && !plan.outer)
+    throw Refused("can't go with replicate_group");
   if (narrow_ && plan.precision.error_feedback && plan.bucket_bytes > 0)
     throw Refused("can't go with bucket_bytes");
   for (const CutRule& rule : plan.cuts) {
