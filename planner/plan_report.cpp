@@ -291,8 +291,8 @@ double zero_paper_bytes(const ShardedState& model, ShardLevel level,
       parameters += numel * item;
       if (!is_trainable(unit)) continue;
       gradients += numel * item;
-      state += static_cast<double>(state_nbytes(options, slot, slot.numel) +
-                                   slot.numel * master_item);
+      state +=
+          static_cast<double>(state_nbytes(options, slot, slot.numel) + slot.numel * master_item);
     }
   }
   if (level >= ShardLevel::kOptimizerState) state /= options.ranks;

@@ -183,10 +183,9 @@ void add_plan_options(CLI::App& plan, PlanArguments& arguments) {
                   "embeddings and heads; may be given several times")
       ->take_all()
       ->type_name("NAMES");
-  plan.add_option(
-          "--cut", arguments.cuts,
-          "Where parameters may be cut: whole, rows, elements or anywhere, blocks of SIZE "
-          "rows or elements, for parameters of at least DIM dims; may be given several times")
+  plan.add_option("--cut", arguments.cuts,
+                  "Where parameters of at least DIM dims may be cut: whole, rows, elements or "
+                  "anywhere, in blocks of SIZE; may be given several times")
       ->take_all()
       ->type_name("NAMES:CUT[:SIZE[:DIM]]");
   choice("--offload", arguments.offload,

@@ -268,14 +268,16 @@ class Signs(torch.optim.SGD):
 
 
 ROWS = {"one's own, such as LAMB": (Lamb, {}), "one's own that steps each element": (Signs, {}), "`CPUAdam`": (tessera.CPUAdam, {}),
-        "`SGD` with momentum": (torch.optim.SGD, {"momentum": 0.9, **PLAIN}), "`Muon`": (torch.optim.Muon, {}),
+        "`CPUAdam` in bfloat16": (tessera.CPUAdam, {"state_dtype": torch.bfloat16}),
+        "`CPUAdam` in 8 bits": (tessera.CPUAdam, {"state_dtype": torch.uint8}),
+        "`SGD` with momentum": (torch.optim.SGD, {"momentum": 0.9, **PLAIN}), "`torch.optim.Muon`": (torch.optim.Muon, {}),
         "`LBFGS`": (torch.optim.LBFGS, {}), "`SparseAdam`": (torch.optim.SparseAdam, {})}
 for _kind in ("AdamW", "Adam", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "ASGD", "RAdam", "Rprop", "Adafactor"):
     ROWS[f"`{_kind}`"] = (getattr(torch.optim, _kind), PLAIN)
 
 
 def _params(name, net):
-    return tessera.muon_groups(net, ["head*"])[0] if name == "`Muon`" else list(net.parameters())
+    return tessera.muon_groups(net, ["head*"])[0] if name == "`torch.optim.Muon`" else list(net.parameters())
 
 
 def _run_row(name, row, alone, folder):
@@ -284,7 +286,7 @@ def _run_row(name, row, alone, folder):
     if row["placement"] != "any":
         net = make_net()
         sharded = tessera.fully_shard(net, **plan)
-        with pytest.raises(NotImplementedError, match="must be elementwise|must take dense gradients"):
+        with pytest.raises(NotImplementedError, match="must be elementwise|must take dense gradients|needs blocks of"):
             tessera.ShardedOptimizer(sharded, kind(_params(name, net), **options))
         if row["placement"] == "refused":
             return
@@ -306,9 +308,9 @@ def _run_row(name, row, alone, folder):
     wanted = {"its own": numel, "rows + columns": rows + columns}
     assert numel == wanted.get(row["state per element"]) or numel == int(row["state per element"]) * rows * columns, name
     if row["checkpoint"] == "yes":
-        return tessera.save_checkpoint(folder / kind.__name__, sharded, optimizer)
+        return tessera.save_checkpoint(folder / name.strip("`").replace(" ", "_"), sharded, optimizer)
     with pytest.raises(NotImplementedError, match="full_state_dict"):
-        tessera.save_checkpoint(folder / kind.__name__, sharded, optimizer)
+        tessera.save_checkpoint(folder / name.strip("`").replace(" ", "_"), sharded, optimizer)
 
 
 def _run_rows(rows, alone, folder):

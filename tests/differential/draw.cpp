@@ -367,8 +367,8 @@ void draw_states(Random& random, Program& program) {
   const bool changes = random.once_in(4) && !program.simulated;
   bool has_blocks = false;
   for (Optimizer& own : program.optimizers) {
-    const bool is_other = own.kind == "Muon" || own.kind == "Lion" || own.kind == "LBFGS" ||
-                          own.is_own_whole();
+    const bool is_other =
+        own.kind == "Muon" || own.kind == "Lion" || own.kind == "LBFGS" || own.is_own_whole();
     const bool is_own = own.kind == "CPUAdam" ? random.once_in(2) : changes && !is_other;
     if (!is_own) continue;
     own.kind = "CPUAdam", own.fused = false, own.eps = 1e-8;

@@ -56,15 +56,19 @@ std::map<std::string, WholeOptimizer> optimizers() {
   add("`AdamW`", of(std::type_identity<AdamW>(), AdamWOptions(1e-2)));
   add("`Adam`", of(std::type_identity<Adam>(), AdamOptions(1e-2)));
   add("`CPUAdam`", of(std::type_identity<CPUAdam>(), CPUAdamOptions(1e-2)));
+  add("`CPUAdam` in bfloat16",
+      of(std::type_identity<CPUAdam>(), CPUAdamOptions(1e-2).state_dtype(at::kBFloat16)));
+  add("`CPUAdam` in 8 bits",
+      of(std::type_identity<CPUAdam>(), CPUAdamOptions(1e-2).state_dtype(at::kByte)),
+      "`cpu_adam_cuts()`", cpu_adam_cuts());
   add("`SGD` with momentum", of(std::type_identity<SGD>(), SGDOptions(1e-2).momentum(0.9)));
   add("`Adagrad`", of(std::type_identity<Adagrad>(), AdagradOptions(1e-2)));
   add("`RMSprop`", of(std::type_identity<RMSprop>(), RMSpropOptions(1e-2)));
   add(
-      "`Muon`",
+      "`tessera::Muon`",
       [](Net& net, const std::vector<at::Tensor>&) {
         return std::make_unique<Muon>(muon_groups(net, {"head*"}));
-      },
-      "`muon_cuts(*model, {\"head*\"})`", muon_cuts(Mixed(), {"head*"}));
+      });
   add("one's own, such as LAMB", of(std::type_identity<Lamb>(), RateOptions()),
       "`{{\"*\", Cut::kWhole}}`", {{"*", Cut::kWhole}});
   add("one's own that steps each element", of(std::type_identity<Signs>(), RateOptions()));
@@ -90,7 +94,8 @@ void expect_row(World& world, const std::string& name, const Row& row,
   EXPECT_EQ(row.at("rule in C++"), optimizer.name) << name;  // the rule
   ShardPlan plan{.unit_bytes = 900, .average = false};
   if (row.at("placement") != "any")
-    expect_error([&] { FirstRankJob(optimizer.run, world, plan); }, {"must be elementwise"});
+    expect_error([&] { FirstRankJob(optimizer.run, world, plan); },
+                 {name == "`CPUAdam` in 8 bits" ? "needs blocks of" : "must be elementwise"});
   if (row.at("placement") == "refused") return;
   plan.cuts = optimizer.cuts;
   FirstRankJob job(optimizer.run, world, plan);

@@ -160,8 +160,13 @@ void muon_descend(const MuonOptions& options, int64_t rows, int64_t columns,
   const auto m = static_cast<double>(rows), n = static_cast<double>(columns);
   const double rate =
       options.match_rms_adamw() ? 0.2 * std::sqrt(std::max(m, n)) : std::sqrt(std::max(1.0, m / n));
-  param.mul_(1 - options.lr() * options.weight_decay());
-  param.add_(direction, -options.lr() * rate);
+  // Kernels of narrow dtypes round differently in vectors and at their ends: a part would show
+  // that.
+  const bool is_narrow = c10::isReducedFloatingType(param.scalar_type());
+  const at::Tensor wide = is_narrow ? param.to(at::kFloat) : param;
+  wide.mul_(1 - options.lr() * options.weight_decay());
+  wide.add_(direction, -options.lr() * rate);
+  if (is_narrow) param.copy_(wide);
 }
 
 at::Tensor muon_buffer(Muon& optimizer, const at::Tensor& param) {

@@ -22,9 +22,9 @@ namespace tessera {
 /// An optimizer's state for one parameter, by the names of LibTorch and PyTorch (`exp_avg`,
 /// `momentum_buffer`, ...).
 struct ParamState {
-  /// Of shapes that `state_sizes()` says, but for `other_shapes()`.
+  /// They have the shapes that `state_sizes()` says, but for `other_shapes()`.
   std::map<std::string, at::Tensor> tensors;
-  std::map<std::string, int64_t> counts;      ///< such as `step`
+  std::map<std::string, int64_t> counts;  ///< such as `step`
 
   int64_t nbytes() const;  ///< of the tensors
 };

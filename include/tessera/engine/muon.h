@@ -61,9 +61,9 @@ struct TESSERA_API MuonParamState : torch::optim::OptimizerCloneableParamState<M
 /// 2502.16982), and AdamW for everything else, in one optimizer.
 ///
 /// A matrix is stepped by the orthogonalized average of its gradients; the formula is that of
-/// `torch.optim.Muon`, with the same result to the bit for Float parameters. A parameter of three
-/// dims is a stack of matrices. Param groups with `adamw` are stepped as by `CPUAdam`. State is
-/// Float, and Double for Double parameters.
+/// `torch.optim.Muon`, with the same result to the bit for Float parameters; narrower ones are
+/// rounded once a step. A parameter of three dims is a stack of matrices. Param groups with `adamw`
+/// are stepped as by `CPUAdam`. State is Float, and Double for Double parameters.
 ///
 /// In a `ShardedOptimizer` each matrix is orthogonalized by one rank, and the result does not
 /// depend on the number of ranks. A matrix that is cut between ranks costs messages: that rank gets

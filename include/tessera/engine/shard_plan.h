@@ -143,9 +143,9 @@ struct ShardPlan {
   /// Parameters that are different in each process group should be DistTensors on a mesh of the
   /// ranks that hold the parts (`Shard(0)` for stacked experts), of which each rank of a process
   /// group has the same part: checkpoints and `full_state()` then have the whole, once, and load at
-  /// other numbers of ranks. Of ordinary tensors, `full_state()` has those of this rank's process
-  /// group, and checkpoints are refused. Not with `outer`, `mesh_dim` or `join()`, nor with other
-  /// DistTensors.
+  /// other numbers of ranks. Ordinary tensors are this rank's process group's own:
+  /// `full_state()` has those, and checkpoints are refused. Not with `outer`, `mesh_dim` or
+  /// `join()`, nor with other DistTensors.
   std::vector<GroupRule> groups;
 
   /// The user's own units, each a list of parameter names; other parameters are packed by size.
