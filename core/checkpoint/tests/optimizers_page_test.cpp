@@ -64,11 +64,9 @@ std::map<std::string, WholeOptimizer> optimizers() {
   add("`SGD` with momentum", of(std::type_identity<SGD>(), SGDOptions(1e-2).momentum(0.9)));
   add("`Adagrad`", of(std::type_identity<Adagrad>(), AdagradOptions(1e-2)));
   add("`RMSprop`", of(std::type_identity<RMSprop>(), RMSpropOptions(1e-2)));
-  add(
-      "`tessera::Muon`",
-      [](Net& net, const std::vector<at::Tensor>&) {
-        return std::make_unique<Muon>(muon_groups(net, {"head*"}));
-      });
+  add("`tessera::Muon`", [](Net& net, const std::vector<at::Tensor>&) {
+    return std::make_unique<Muon>(muon_groups(net, {"head*"}));
+  });
   add("one's own, such as LAMB", of(std::type_identity<Lamb>(), RateOptions()),
       "`{{\"*\", Cut::kWhole}}`", {{"*", Cut::kWhole}});
   add("one's own that steps each element", of(std::type_identity<Signs>(), RateOptions()));
