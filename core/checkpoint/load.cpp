@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/memory/dense_strides.h"
 #include "checkpoint/additional_state.h"
 #include "checkpoint/chunk_reader.h"
 #include "checkpoint/fit.h"
@@ -195,9 +196,7 @@ class Loader {
                                 meta->spec, param.sizes());
     }
     const std::vector<int64_t> sizes = state_sizes(state, param.sizes());
-    const std::vector<int64_t> strides = is_scale(state) || !param.is_non_overlapping_and_dense()
-                                             ? row_major(sizes)
-                                             : param.strides().vec();
+    const std::vector<int64_t> strides = is_scale(state) ? row_major(sizes) : dense_strides(param);
     if (exists && it->second.sizes() == at::IntArrayRef(sizes) &&
         it->second.strides() == at::IntArrayRef(strides)) {
       return it->second;

@@ -261,7 +261,7 @@ PlanJob job_of(const PlanArguments& arguments, const std::optional<StepTimeOptio
   if (const auto it = kStateDtypes.find(arguments.optimizer); it != kStateDtypes.end())
     job.options.state_dtype = it->second;
   if (job.options.state_dtype == at::kByte && job.plan.partition == Partition::kFlatEven)
-    job.plan.cuts = cpu_adam_cuts();
+    job.plan.cuts.push_back(cpu_adam_cuts().front());  // after the rules that were given
   job.ranks_per_host = arguments.step.ranks_per_host(job.options.ranks);
   TORCH_CHECK_VALUE(job.ranks_per_host <= job.all_ranks(),
                     "--ranks-per-host must be at most the number of ranks, ", job.all_ranks(),

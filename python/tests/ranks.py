@@ -1,5 +1,7 @@
 """Runs a function of a test on several ranks, which are processes of this host."""
 
+import functools
+import gc
 import os
 import pickle
 import tempfile
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo  # noqa: F401  Optimizers import it at their first step: so it is done once, and not on each rank.
+import torch.distributed as dist
 
 import tessera
 
@@ -38,6 +41,20 @@ def run_ranks(size, fn, *args, transport="", joins=True):
     errors = "\n".join(f"rank {rank}:\n{error}" for rank, (_, error) in enumerate(results) if error)
     assert not errors, errors
     return [result for result, _ in results]
+
+
+def in_process_group(function):
+    """A function of a rank, run between `init_process_group()` and `destroy_process_group()`."""
+    @functools.wraps(function)
+    def call(*args):
+        dist.init_process_group("gloo")
+        try:
+            return function(*args)
+        finally:
+            gc.collect()  # DDP waits for ever if it is freed after the group that it holds
+            dist.destroy_process_group()
+
+    return call
 
 
 @pytest.fixture

@@ -1,8 +1,5 @@
 """torch.distributed.checkpoint on sharded modules and optimizers, and checkpoints to and from FSDP2, DDP and one process."""
 
-import functools
-import gc
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,24 +13,12 @@ from torch.distributed.tensor import DTensor
 import tessera
 from tessera.colossalai import ShardedModelV2, ShardedOptimizerV2, TensorShardStrategy, ZeroInitContext
 from models import LEVELS, batch, loss_of, make_net, my_rows
+from ranks import in_process_group
 
 _OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.02, foreach=False),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=False),
 }
-
-
-def _in_process_group(function):
-    @functools.wraps(function)
-    def call(*args):
-        dist.init_process_group("gloo")
-        try:
-            return function(*args)
-        finally:
-            gc.collect()  # DDP waits for ever if it is freed after the group that it holds
-            dist.destroy_process_group()
-
-    return call
 
 
 def _make(system, kind="AdamW", fused=False, **plan):
@@ -62,7 +47,7 @@ def _train(model, optimizer, steps):
     return losses
 
 
-@_in_process_group
+@in_process_group
 def _train_and_save(folder, system, kind, plan):
     model, optimizer = _make(system, kind, **plan)
     _train(model, optimizer, range(2))
@@ -71,7 +56,7 @@ def _train_and_save(folder, system, kind, plan):
     return _train(model, optimizer, range(2, 4))
 
 
-@_in_process_group
+@in_process_group
 def _load_and_train(folder, system, kind, plan):
     model, optimizer = _make(system, kind, **plan)
     state, optimizer_state = get_state_dict(model, optimizer)
@@ -109,7 +94,7 @@ def test_other_world_sizes(ranks, tmp_path, sizes):
         assert torch.equal(losses["tessera"], losses["fsdp2"])
 
 
-@_in_process_group
+@in_process_group
 def _rows_of_each_rank():
     model, optimizer = _make("tessera")
     whole = model.full_state()
@@ -136,7 +121,7 @@ def test_state_is_sharded(ranks):
     assert sum(own for own, _ in kept) == kept[0][1] and max(own for own, _ in kept) < kept[0][1] // 2
 
 
-@_in_process_group
+@in_process_group
 def _options(cpu_offload, broadcast, flatten):
     model, optimizer = _make("tessera")
     _train(model, optimizer, range(2))
@@ -165,7 +150,7 @@ def test_full_state_dict(ranks, cpu_offload, broadcast):
     assert all(ranks(2, _options, cpu_offload, broadcast, False, joins=False))
 
 
-@_in_process_group
+@in_process_group
 def _flattened(folder, system, plan):
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     model, optimizer = _make("tessera", **plan)
@@ -188,7 +173,7 @@ def test_flat_state_saved_in_the_background(ranks, tmp_path, system, partition):
     assert all(ranks(2, _flattened, tmp_path, system, {"partition": partition}, joins=False))
 
 
-@_in_process_group
+@in_process_group
 def _by_objects(folder):
     model, optimizer = _make("tessera")
     _train(model, optimizer, range(2))
@@ -204,7 +189,7 @@ def test_objects_with_state(ranks, tmp_path):
     assert all(ranks(2, _by_objects, tmp_path, joins=False))
 
 
-@_in_process_group
+@in_process_group
 def _mixed_precision():
     model, optimizer = _make("tessera", param_dtype=torch.bfloat16)
     _train(model, optimizer, range(2))
@@ -232,7 +217,7 @@ def test_torch_distributed_is_needed(ranks):
     assert all(ranks(2, _without_process_group))
 
 
-@_in_process_group
+@in_process_group
 def _without_elements():
     net = torch.nn.Linear(1, 1, bias=False)
     model = tessera.fully_shard(net)
@@ -248,7 +233,7 @@ def test_ranks_without_elements(ranks):
     assert ranks(3, _without_elements, joins=False) == [1, 1, 1]
 
 
-@_in_process_group
+@in_process_group
 def _in_a_group():
     groups = [dist.new_group([0, 2]), dist.new_group([1])]
     if dist.get_rank() == 1:
@@ -265,7 +250,7 @@ def test_a_group_of_some_ranks(ranks):
     assert all(ranks(3, _in_a_group))
 
 
-@_in_process_group
+@in_process_group
 def _replicas(folder):
     rank = dist.get_rank()
     groups = [tessera.new_group([0, 1]), tessera.new_group([2, 3])], [tessera.new_group([0, 2]), tessera.new_group([1, 3])]
@@ -288,7 +273,7 @@ def test_replicas_of_shards(ranks, tmp_path):
     assert all(ranks(4, _replicas, tmp_path))
 
 
-@_in_process_group
+@in_process_group
 def _other_state(make_optimizer):
     def make():
         net = make_net()
@@ -314,7 +299,7 @@ def test_param_groups_and_state_of_other_shapes(ranks, kind):
     assert names[0] == names[1] and len(names[0]) >= 2
 
 
-@_in_process_group
+@in_process_group
 def _without_frozen():
     model, optimizer = _make("tessera")
     _train(model, optimizer, range(2))
@@ -334,7 +319,7 @@ def test_frozen_parameters_left_out(ranks):
     assert all(ranks(2, _without_frozen))
 
 
-@_in_process_group
+@in_process_group
 def _colossalai(folder):
     def make():
         strategy = TensorShardStrategy()
@@ -374,7 +359,7 @@ def test_of_colossalai(ranks, tmp_path):
     assert all(ranks(2, _colossalai, tmp_path))
 
 
-@_in_process_group
+@in_process_group
 def _small_states():
     def make(dtype):
         net = make_net()

@@ -1,16 +1,15 @@
 """Optimizers that need whole parameters, PyTorch's and one's own: the bits of one process at every level, and checkpoints."""
 
-import functools
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import tessera
 from models import LEVELS, batch, loss_of, make_net
+from ranks import in_process_group
 from whole_optimizers import OPTIMIZERS, PLAIN, Lamb, Soap
 
 
@@ -171,19 +170,7 @@ def test_a_checkpoint_is_that_of_a_class(ranks, tmp_path):
     ranks(2, _other_class, tmp_path)
 
 
-def _in_process_group(function):
-    @functools.wraps(function)
-    def call(*args):
-        dist.init_process_group("gloo")
-        try:
-            return function(*args)
-        finally:
-            dist.destroy_process_group()
-
-    return call
-
-
-@_in_process_group
+@in_process_group
 def _save_by_dcp(folder):
     results = {}
     for kind in OPTIMIZERS:
@@ -197,7 +184,7 @@ def _save_by_dcp(folder):
     return results
 
 
-@_in_process_group
+@in_process_group
 def _load_by_dcp(folder, later):
     for kind in OPTIMIZERS:
         # PyTorch can't load state of a parameter that was never used.

@@ -5,9 +5,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
-#include <c10/util/BFloat16.h>
 #include <c10/util/Exception.h>
-#include <c10/util/Half.h>
 #include <tessera/tensor/dist_tensor.h>
 #include <torch/optim/serialize.h>
 #include <torch/serialize/archive.h>
@@ -19,6 +17,8 @@
 #include <memory>
 #include <string>
 
+#include "base/memory/dense_strides.h"
+#include "comm/group/encoding.h"
 #include "engine/optim/adam_loop.h"
 #include "engine/optim/cpu_adam_step.h"
 #include "engine/optim/fused_step.h"
@@ -61,6 +61,7 @@ std::unique_ptr<CPUAdamOptions> group_options(const OptimizerParamGroup& group,
   if (own->eps() == initial.eps()) own->eps(defaults.eps());
   if (own->weight_decay() == initial.weight_decay()) own->weight_decay(defaults.weight_decay());
   if (own->adamw_mode() == initial.adamw_mode()) own->adamw_mode(defaults.adamw_mode());
+  if (own->seed() == initial.seed()) own->seed(defaults.seed());
   return own;
 }
 
@@ -141,18 +142,6 @@ void step_group(CPUAdam& optimizer, OptimizerParamGroup& group, const RoundedPar
   if (!elsewhere.empty()) step_by_operators(options, elsewhere);
 }
 
-template <class T>
-void widen(const void* values, int64_t numel, float* wide) {
-  for (int64_t i = 0; i < numel; ++i)
-    wide[i] = static_cast<float>(static_cast<const T*>(values)[i]);
-}
-
-void widen(at::ScalarType dtype, const void* values, int64_t numel, float* wide) {
-  if (dtype == at::kBFloat16) return widen<c10::BFloat16>(values, numel, wide);
-  if (dtype == at::kHalf) return widen<c10::Half>(values, numel, wide);
-  widen<float>(values, numel, wide);
-}
-
 // A block of elements: the memory of its tensors, and its moments and gradients in float.
 struct Block {
   int64_t numel;
@@ -164,7 +153,7 @@ struct Block {
     for (const int k : {0, 1}) {
       scales[k]
           ? decode_block(static_cast<uint8_t*>(moments[k]), *scales[k], k == 0, numel, wide[k])
-          : widen<c10::BFloat16>(moments[k], numel, wide[k]);
+          : widen(at::kBFloat16, moments[k], numel, wide[k]);
     }
   }
   void write(const uint32_t* noise) {

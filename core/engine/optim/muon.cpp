@@ -178,7 +178,7 @@ void check_muon_gradients(const Muon& optimizer) {
 }
 
 void step_muon_group(Muon& optimizer, const OptimizerParamGroup& group,
-                     const std::vector<at::Tensor>& others) {
+                     const std::set<const c10::TensorImpl*>& others) {
   const auto& options = static_cast<const MuonOptions&>(group.options());
   const CPUAdamOptions adamw = CPUAdamOptions(options.lr())
                                    .betas(options.betas())
@@ -186,9 +186,9 @@ void step_muon_group(Muon& optimizer, const OptimizerParamGroup& group,
                                    .weight_decay(options.weight_decay());
   std::vector<AdamParam> elsewhere;
   for (const at::Tensor& param : group.params()) {
-    const bool is_other =
-        std::ranges::any_of(others, [&](auto& other) { return other.is_same(param); });
-    if (is_other || !param.grad().defined() || param.numel() == 0) continue;
+    if (others.contains(param.unsafeGetTensorImpl()) || !param.grad().defined() ||
+        param.numel() == 0)
+      continue;
     MuonParamState& state = muon_state_of(optimizer, param, options.adamw());
     if (options.adamw()) {
       state.step(state.step() + 1);

@@ -192,10 +192,10 @@ void step_cut(Muon& optimizer, const std::vector<const CutMatrix*>& cut, Process
 void step_muon(Muon& optimizer, const std::vector<CutMatrix>& cut) {
   at::NoGradGuard no_grad;
   check_muon_gradients(optimizer);
-  std::vector<at::Tensor> parts;
+  std::set<const c10::TensorImpl*> parts;
   std::vector<std::pair<const ShardMesh*, std::vector<const CutMatrix*>>> by_ranks;
   for (const CutMatrix& matrix : cut) {
-    parts.push_back(matrix.part);
+    parts.insert(matrix.part.unsafeGetTensorImpl());
     auto it = std::ranges::find_if(by_ranks, [&](auto& own) { return own.first == matrix.ranks; });
     if (it == by_ranks.end()) it = by_ranks.insert(it, {matrix.ranks, {}});
     it->second.push_back(&matrix);

@@ -4,6 +4,7 @@
 #include <tessera/engine/muon.h>
 
 #include <cstdint>
+#include <set>
 #include <vector>
 
 #include "engine/unit/layout.h"
@@ -43,6 +44,6 @@ at::Tensor muon_buffer(Muon& optimizer, const at::Tensor& param);
 void check_muon_gradients(const Muon& optimizer);
 /// Steps the parameters of a param group that have a gradient, but for `others`.
 void step_muon_group(Muon& optimizer, const torch::optim::OptimizerParamGroup& group,
-                     const std::vector<at::Tensor>& others);
+                     const std::set<const c10::TensorImpl*>& others);
 
 }  // namespace tessera

@@ -92,8 +92,7 @@ bool steps_matrices(const torch::optim::Optimizer& optimizer) {
   return typeid(optimizer) == typeid(Muon);
 }
 
-bool steps_rows(const torch::optim::Optimizer& optimizer, size_t dims) {
-  if (typeid(optimizer) == typeid(Muon)) return dims == 3;
+bool steps_rows(const torch::optim::Optimizer& optimizer) {
   const auto* const described = find_described(optimizer);
   return described && typeid(optimizer) == *described->type && described->cut == Cut::kRows;
 }

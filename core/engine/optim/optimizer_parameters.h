@@ -32,9 +32,8 @@ bool steps_elementwise(const torch::optim::Optimizer& optimizer, size_t param_gr
 /// `step_muon()`.
 bool steps_matrices(const torch::optim::Optimizer& optimizer);
 
-/// Returns true if the optimizer is known to step each row of a parameter of so many dims by
-/// itself, such as `Muon` each matrix of a stack.
-bool steps_rows(const torch::optim::Optimizer& optimizer, size_t dims);
+/// Returns true if the optimizer's class is described as one that steps each row by itself.
+bool steps_rows(const torch::optim::Optimizer& optimizer);
 
 /// Returns true if `muon_groups()` gives Muon a parameter of this name and so many dims.
 bool takes_muon(const std::string& name, int64_t dims, const std::vector<std::string>& exceptions);

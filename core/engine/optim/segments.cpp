@@ -113,7 +113,7 @@ void check_none_cut(const ShardedState& state, const torch::optim::Optimizer& op
       if (!place) continue;  // adopted before
       const ParamSlot& slot = state.slot(*place);
       const bool is_stepped = slot.cut == Cut::kWhole || steps_matrices(optimizer) ||
-                              (slot.cut == Cut::kRows && steps_rows(optimizer, slot.sizes.size()));
+                              (slot.cut == Cut::kRows && steps_rows(optimizer));
       TORCH_CHECK_NOT_IMPLEMENTED(is_stepped && !slot.dist,
                                   "[ShardedOptimizer] the optimizer must be elementwise, as ranks "
                                   "step parts of parameters ('",

@@ -38,7 +38,6 @@ struct ShardedOptimizer::Impl {
   ShardedOptimizerOptions options;
   bool fuses = options.fused;
   std::vector<Segment> segments = {};
-  ShardMesh alone{single_process_group(), nullptr};
   int64_t steps = 0;
   std::shared_ptr<ShardedState> used = module.state();  // null after unwrap()
   // Null: the plan has none.
@@ -178,7 +177,7 @@ std::vector<CutMatrix> ShardedOptimizer::Impl::cut_matrices(std::optional<size_t
     for (const int64_t bound : layout.bounds)
       matrix.bounds.push_back(overlap(slot, bound, bound).first - slot.offset);
     if (layout.level == ShardLevel::kNone) {  // each rank has all, and steps it alone
-      matrix.ranks = &alone;
+      matrix.ranks = &state().context().own;
       matrix.bounds = {0, slot.numel};
     }
     matrices.push_back(std::move(matrix));

@@ -1,6 +1,5 @@
 #include "engine/optim/small_state.h"
 
-#include <ATen/core/jit_type.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
@@ -8,6 +7,9 @@
 #include <algorithm>
 #include <bit>
 #include <limits>
+#include <vector>
+
+#include "base/memory/dense_strides.h"
 
 namespace tessera {
 namespace {
@@ -92,11 +94,6 @@ void round_with_noise(const float* values, const float* grads, uint32_t start, i
     const bool is_nan = (bits & 0x7fffffff) > kInfinity;
     rounded[i] = static_cast<uint16_t>((is_nan ? bits | 0x400000 : bits + noise) >> 16);
   }
-}
-
-std::vector<int64_t> dense_strides(const at::Tensor& tensor) {
-  if (tensor.is_non_overlapping_and_dense()) return tensor.strides().vec();
-  return c10::TensorType::contiguousStridesOf(tensor.sizes());
 }
 
 KeptMoment converted(const KeptMoment& kept, bool is_signed, at::ScalarType dtype,

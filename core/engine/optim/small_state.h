@@ -4,7 +4,6 @@
 
 #include <array>
 #include <cstdint>
-#include <vector>
 
 namespace tessera {
 
@@ -28,9 +27,6 @@ uint32_t noise_start(int64_t seed, int64_t step, bool is_second);
 /// Rounds to BFloat16, stochastically: the noise is a hash of `start`, the value and its gradient.
 void round_with_noise(const float* values, const float* grads, uint32_t start, int64_t numel,
                       uint16_t* rounded);
-
-/// The strides in which 8-bit state of a tensor lies: its own, or, if it has gaps, row by row.
-std::vector<int64_t> dense_strides(const at::Tensor& tensor);
 
 /// A moment as it is kept: by itself, or as codes with the scales of their blocks.
 struct KeptMoment {

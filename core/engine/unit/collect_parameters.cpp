@@ -1,5 +1,4 @@
 #include <c10/util/Exception.h>
-#include <c10/util/strides.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <compare>
@@ -8,6 +7,7 @@
 #include <optional>
 #include <utility>
 
+#include "base/memory/dense_strides.h"
 #include "engine/unit/layout.h"
 #include "engine/unit/unit_storage.h"
 #include "tensor/dist_meta.h"
@@ -42,14 +42,6 @@ std::optional<MemoryRange> memory_range(const at::Tensor& tensor) {
   return MemoryRange{.storage = memory ? nullptr : &storage,
                      .begin = start + static_cast<uint64_t>(tensor.storage_offset() * item),
                      .end = start + static_cast<uint64_t>((last + 1) * item)};
-}
-
-// Strides of the parameter in the flat buffer: its own if it fills its memory without gaps, in
-// any order of dims (as channels_last does); otherwise those of a contiguous tensor.
-std::vector<int64_t> flat_strides(const at::Tensor& tensor) {
-  if (tensor.is_non_overlapping_and_dense()) return tensor.strides().vec();
-  const auto strides = c10::contiguous_strides(tensor.sizes());
-  return {strides.begin(), strides.end()};
 }
 
 // Two tensors that are the same values: same memory, same shape.
@@ -109,7 +101,7 @@ class Collector {
     if (range) by_memory_[*range] = slots_.size();
     ParamSlot& slot = slots_.emplace_back();
     slot.sizes = tensor.sizes().vec();
-    slot.strides = flat_strides(tensor);
+    slot.strides = dense_strides(tensor);
     slot.dtype = tensor.scalar_type();
     slot.device = tensor.device();
     slot.requires_grad = false;

@@ -14,7 +14,7 @@ namespace tessera {
 /// Options of `CPUAdam`.
 ///
 /// As in LibTorch's own optimizers, an option that a param group leaves at its default is taken
-/// from the options of the optimizer.
+/// from the options of the optimizer, but for `state_dtype`.
 struct TESSERA_API CPUAdamOptions : torch::optim::OptimizerCloneableOptions<CPUAdamOptions> {
   CPUAdamOptions(double lr = 1e-3);
   using betas_t = std::tuple<double, double>;

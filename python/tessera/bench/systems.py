@@ -17,17 +17,14 @@ def _adamw(params) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-3, fused=True)
 
 
-def _split(model: nn.Module) -> tuple[dict[str, nn.Parameter], list[nn.Parameter]]:
-    """The matrices of the blocks, by name, and all other parameters: embeddings, the head, vectors."""
-    matrices = {name: param for name, param in model.named_parameters() if name.startswith("blocks.") and param.dim() == 2}
-    return matrices, [param for name, param in model.named_parameters() if name not in matrices]
+_NOT_MUON = ("tok.*", "pos.*", "head.*")  # matrices that AdamW steps
 
 
 def _optimizers(model: nn.Module, optimizer: str, muon=torch.optim.Muon) -> list:
     if optimizer == "adamw":
         return [_adamw(model.parameters())]
-    matrices, others = _split(model)
-    return [muon(matrices.values(), lr=1e-3), *([_adamw(others)] if others else [])]
+    matrices, others = tessera.muon_groups(model, _NOT_MUON)
+    return [muon(matrices, lr=1e-3), *([_adamw(others)] if others else [])]
 
 
 class _GatheredMuon:
@@ -88,7 +85,7 @@ class _System:
 
 class Tessera(_System):
     def __init__(self, model: nn.Module, level: str, optimizer: str = "adamw"):
-        cuts = [(name, "whole") for name in _split(model)[0]] if optimizer == "muon" else []
+        cuts = tessera.muon_cuts(model, _NOT_MUON) if optimizer == "muon" else []
         self.model = tessera.fully_shard(model, level=level, cuts=cuts)
         self.optimizers = [tessera.ShardedOptimizer(self.model, inner) for inner in _optimizers(model, optimizer)]
 

@@ -359,7 +359,12 @@ TEST(SmallState, TakesItsOptionFromTheOptimizerUnlessAGroupSaysMore) {
   groups.emplace_back(std::vector<Tensor>{a},
                       std::make_unique<CPUAdamOptions>(CPUAdamOptions().state_dtype(at::kByte)));
   groups.emplace_back(std::vector<Tensor>{b});
-  CPUAdam adam(groups, CPUAdamOptions(1e-2).state_dtype(at::kBFloat16));
+  groups.emplace_back(std::vector<Tensor>{torch::ones({4})},
+                      std::make_unique<CPUAdamOptions>(CPUAdamOptions(0.5)));
+  CPUAdam adam(groups, CPUAdamOptions(1e-2).state_dtype(at::kBFloat16).seed(5));
+  const auto& other = static_cast<const CPUAdamOptions&>(adam.param_groups()[2].options());
+  EXPECT_EQ(other.state_dtype(), at::kFloat);
+  EXPECT_EQ(other.seed(), 5);
   a.mutable_grad() = random({10}, 3), b.mutable_grad() = random({10}, 4);
   adam.step();
   EXPECT_EQ(read_param_state(adam, a).tensors.at("exp_avg").scalar_type(), at::kByte);
