@@ -107,6 +107,12 @@ TEST(Plan, TakesRulesOfCutsAndRefusesOthers) {
             json({{"name", "a"}, {"cut", "whole"}, {"owner", 0}}));
   EXPECT_EQ(level.at("units")[1].at("cuts")[0],
             json({{"name", "b"}, {"cut", "rows"}, {"block", 64}}));
+  // The rule of 8-bit state comes after those.
+  const json small = report_of({file, "--ranks", "2", "--level", "os", "--unit-bytes", "0", "--cut",
+                                "a:whole", "--optimizer", "cpuadam-8bit"})
+                         .at("levels")[0];
+  EXPECT_EQ(small.at("units")[0].at("cuts")[0], level.at("units")[0].at("cuts")[0]);
+  EXPECT_EQ(small.at("units")[1].at("cuts")[0].at("cut"), "elements");
   const auto refuse = [&](const Command& more, const std::string& text) {
     const auto end = plan(with({file}, more));
     EXPECT_EQ(end.status, 2);
