@@ -55,14 +55,27 @@ const std::vector<Layout>& layouts() {
     all.push_back(dist("blocks of rows", {2}, {Shard{0, 3}}, {Replicate{}}));
     all.push_back(dist("blocks of columns", {2}, {Shard{1, 2}}, {Replicate{}}));
     all.push_back({"hybrid on 4", 4, {}, {}, {}, plan_of(ShardLevel::kParameters)});
-    ShardPlan line = plan_of(ShardLevel::kParameters);
-    line.mesh_dim = 0;
-    all.push_back({"p_g_os x columns on 4",
-                   4,
-                   {2, 2},
-                   {Replicate{}, Shard{1}},
-                   {Replicate{}, Replicate{}},
-                   line});
+    // Parts of DistTensors, sharded along the mesh dim on which the matrices are replicated.
+    const auto both = [&](const char* name, std::vector<int64_t> mesh, Placements matrix,
+                          ShardPlan plan) {
+      all.push_back(dist(name, std::move(mesh), std::move(matrix), {Replicate{}, Replicate{}}));
+      plan.mesh_dim = all.back().matrix[0] == Placement(Replicate{}) ? 0 : 1;
+      all.back().plan = std::move(plan);
+    };
+    both("none x columns", {2, 2}, {Replicate{}, Shard{1}}, plan_of(ShardLevel::kNone));
+    both("os x columns", {2, 2}, {Replicate{}, Shard{1}}, plan_of(ShardLevel::kOptimizerState));
+    both("os_g x rows", {2, 2}, {Shard{0}, Replicate{}}, plan_of(ShardLevel::kGradients));
+    both("whole x columns", {2, 2}, {Replicate{}, Shard{1}},
+         plan_of(ShardLevel::kParameters, Partition::kWholeParam));
+    both("os x 1 of columns", {4, 1}, {Replicate{}, Shard{1}},
+         plan_of(ShardLevel::kOptimizerState));
+    both("1 of p_g_os x columns", {1, 4}, {Replicate{}, Shard{1}},
+         plan_of(ShardLevel::kParameters));
+    both("1 of os x columns", {1, 3}, {Replicate{}, Shard{1}},
+         plan_of(ShardLevel::kOptimizerState));
+    both("p_g_os x 1 of rows", {1, 2}, {Shard{0}, Replicate{}}, plan_of(ShardLevel::kParameters));
+    both("1 of os_g x columns", {1, 1}, {Replicate{}, Shard{1}}, plan_of(ShardLevel::kGradients));
+    both("p_g_os x columns", {2, 2}, {Replicate{}, Shard{1}}, plan_of(ShardLevel::kParameters));
     return all;
   }();
   return kLayouts;
