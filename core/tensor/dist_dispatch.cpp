@@ -28,6 +28,7 @@
 #include "comm/group/module_of_operators.h"
 #include "tensor/decompositions.h"
 #include "tensor/gradient_placement.h"
+#include "tensor/identity.h"
 #include "tensor/op_plan.h"
 #include "tensor/placed.h"
 #include "tensor/plan_key.h"
@@ -361,17 +362,8 @@ void call_outside(const c10::OperatorHandle& op, const DeviceMesh& mesh, const O
   });
 }
 
-}  // namespace
-
-bool is_meant_whole(const std::string& name) {
-  return name == "aten::_local_scalar_dense" || name == "aten::equal" ||
-         name == "aten::multinomial" || name == "aten::_linalg_check_errors" ||
-         name == "aten::_amp_update_scale_";
-}
-
-namespace {
-
 void replacing_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  const IdentityScope identity(op, torch::jit::last(*stack, op.schema().arguments().size()));
   at::AutoDispatchBelowADInplaceOrView below;
   call_replacing(op, stack);
 }
@@ -381,6 +373,7 @@ void dist_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stac
   place_gradients_of(arguments);
   const auto cached = plan_of(op, arguments);
   const DeviceMesh& mesh = cached->keys.front()->mesh;
+  const IdentityScope identity(op, arguments);
   at::AutoDispatchBelowADInplaceOrView below;
   if (!mesh.is_member())
     return call_outside(op, mesh, cached->plan ? &*cached->plan : nullptr, cached->outside, stack);
@@ -397,6 +390,7 @@ void dist_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stac
 void random_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   place_gradients_of(torch::jit::last(*stack, op.schema().arguments().size()));
   {
+    const IdentityScope numbered(0);  // two draws of one shape have other values
     at::AutoDispatchBelowADInplaceOrView below;
     if (call_random(op, stack)) return;
   }
@@ -408,6 +402,7 @@ void list_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stac
   const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
   place_gradients_of(arguments);
   count_writes_to_lists(op.schema(), arguments);
+  const IdentityScope identity(op, arguments);
   at::AutoDispatchBelowADInplaceOrView below;
   call_on_lists(op, stack);
 }
@@ -446,6 +441,7 @@ class DecomposingKernel final : public c10::OperatorKernel {
     place_gradients_of(arguments);
     mesh_of_arguments(op, arguments);  // throws if there are several
     {
+      const IdentityScope identity(op, arguments);
       at::AutoDispatchBelowADInplaceOrView below;
       const Stack before = arguments.vec();
       if (entry_.decompose(op, *stack)) return lay_out(op, before, *stack);
@@ -471,7 +467,19 @@ bool has_kernel_of(const c10::OperatorHandle& op, c10::DeviceType device) {
   return op.hasKernelForDispatchKey(backend_key(device));
 }
 
+// For `set_data()`. LibTorch's own answer is no for tensors on devices that register themselves
+// (PrivateUse1), unless both have the same keys. A DistTensor and an ordinary tensor never have.
+bool can_take_data_of(const at::Tensor& self, const at::Tensor& from) {
+  return self.layout() == at::kStrided && from.layout() == at::kStrided;
+}
+
 }  // namespace
+
+bool is_meant_whole(const std::string& name) {
+  return name == "aten::_local_scalar_dense" || name == "aten::equal" ||
+         name == "aten::multinomial" || name == "aten::_linalg_check_errors" ||
+         name == "aten::_amp_update_scale_";
+}
 
 bool has_own_kernel(const c10::OperatorHandle& op) {
   const bool is_composite = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
@@ -480,16 +488,6 @@ bool has_own_kernel(const c10::OperatorHandle& op) {
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
 }
-
-namespace {
-
-// For `set_data()`. LibTorch's own answer is no for tensors on devices that register themselves
-// (PrivateUse1), unless both have the same keys. A DistTensor and an ordinary tensor never have.
-bool can_take_data_of(const at::Tensor& self, const at::Tensor& from) {
-  return self.layout() == at::kStrided && from.layout() == at::kStrided;
-}
-
-}  // namespace
 
 void register_dist_operators() {
   static std::once_flag once;

@@ -9,6 +9,7 @@
 
 #include "base/device/device.h"
 #include "base/dispatch/math_bits.h"
+#include "tensor/identity.h"
 #include "tensor/module_functions.h"
 #include "tensor/view_source.h"
 
@@ -36,6 +37,7 @@ at::Tensor make_with(c10::intrusive_ptr<DistMeta> meta, at::IntArrayRef sizes,
   if (meta->local._is_zerotensor()) meta->local = with_plain_memory(meta->local);
   const at::Tensor& local = meta->local;
   TORCH_INTERNAL_ASSERT(!local.requires_grad() && !find_dist_meta(local));
+  meta->identity = next_identity(*meta->spec, meta->parameter.get());
   constexpr c10::DispatchKeySet kOwnKeys({c10::DispatchKey::PrivateUse3,
                                           c10::DispatchKey::AutogradPrivateUse3,
                                           c10::DispatchKey::ADInplaceOrView});

@@ -78,8 +78,9 @@ struct DistMeta final : c10::BackendMeta {
   std::shared_ptr<const DistParameter> shown_parameter;
   /// Counts writes to this tensor and to its views, as one; without views, there is no counter.
   c10::VariableVersion writes;
-  bool reduces_once = false;  ///< the first operator that needs the values reduces them for all
-  bool is_shown = false;      ///< other DistTensors may share the memory of `local`
+  mutable uint64_t identity = 0;  ///< see [Note: Identities]
+  bool reduces_once = false;      ///< the first operator that needs the values reduces them for all
+  bool is_shown = false;          ///< other DistTensors may share the memory of `local`
 
  private:
   DistSpecPtr before_;  // users may hold references to it

@@ -17,6 +17,7 @@
 #include "tensor/dist_dispatch.h"
 #include "tensor/dist_meta.h"
 #include "tensor/gradient_placement.h"
+#include "tensor/identity.h"
 #include "tensor/placed.h"
 #include "tensor/redistribute.h"
 #include "tensor/view_source.h"
@@ -121,10 +122,13 @@ struct Redistribute : Function<Redistribute> {
     const DistMeta& meta = dist_meta("redistribute", tensor);
     keep(context, meta.spec, tensor.sizes());
     const at::Tensor& own = local_part(meta);
-    const at::Tensor local =
-        meta.spec->mesh == to->mesh
-            ? convert(own, *meta.spec, to->placements, tensor.sizes(), subject_of(meta))
-            : transfer(own, *meta.spec, *to, tensor.sizes(), subject_of(meta));
+    const std::string name = subject_of(meta);
+    const Subject subject(name, meta.identity);
+    const bool stays = meta.spec->mesh == to->mesh;
+    const at::Tensor local = stays
+                                 ? convert(own, *meta.spec, to->placements, tensor.sizes(), subject)
+                                 : transfer(own, *meta.spec, *to, tensor.sizes(), subject);
+    const IdentityScope scope(stays ? meta.identity : 0);
     // Clone a slice: it would change with the source, and other placements would not.
     return make_dist_like(local.is_alias_of(own) ? local.clone() : with_plain_memory(local), to,
                           tensor);

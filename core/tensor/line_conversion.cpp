@@ -50,8 +50,8 @@ bool is_outermost(at::IntArrayRef sizes, int64_t dim) {
 class Conversion {
  public:
   Conversion(ProcessGroup& line, const at::Tensor& local, at::IntArrayRef sizes,
-             std::string_view subject)
-      : line_(line), local_(local), sizes_(sizes), tag_{subject, Channel::kControl} {}
+             const CollectiveTag& tag)
+      : line_(line), local_(local), sizes_(sizes), tag_(tag) {}
 
   at::Tensor gather(int64_t dim) const {
     const auto bounds = flat_bounds(sizes_, dim, line_.size());
@@ -206,26 +206,26 @@ at::Tensor signed_roots(const at::Tensor& squares, at::ScalarType dtype) {
 
 // For placements that aren't split.
 at::Tensor convert_plain(ProcessGroup& line, const at::Tensor& local, const Placement& from,
-                         const Placement& to, at::IntArrayRef sizes, std::string_view subject) {
+                         const Placement& to, at::IntArrayRef sizes, const CollectiveTag& tag) {
   if (from == to) return local;
-  const Conversion conversion(line, local, sizes, subject);
+  const Conversion conversion(line, local, sizes, tag);
   const auto* const shard = std::get_if<Shard>(&to);
   const auto* const partial = std::get_if<Partial>(&to);
   if (const auto* const source = std::get_if<Shard>(&from)) {
     if (shard) return conversion.change_dim(source->dim, shard->dim);
     if (partial && ignores_zeros(partial->op)) return conversion.padded(source->dim);
     const at::Tensor whole = conversion.gather(source->dim);
-    return partial ? convert_plain(line, whole, Replicate{}, to, sizes, subject) : whole;
+    return partial ? convert_plain(line, whole, Replicate{}, to, sizes, tag) : whole;
   }
   if (const auto* const source = std::get_if<Partial>(&from)) {
     if (source->op == PartialOp::kNorm && !partial) {
       const at::Tensor squares = signed_squares(local);
-      return signed_roots(convert_plain(line, squares, Partial{}, to, sizes, subject),
+      return signed_roots(convert_plain(line, squares, Partial{}, to, sizes, tag),
                           local.scalar_type());
     }
     if (partial)
-      return convert_plain(line, convert_plain(line, local, from, Replicate{}, sizes, subject),
-                           Replicate{}, to, sizes, subject);
+      return convert_plain(line, convert_plain(line, local, from, Replicate{}, sizes, tag),
+                           Replicate{}, to, sizes, tag);
     if (shard) return conversion.reduce_scatter(source->op, shard->dim);
     return conversion.all_reduce(source->op);
   }
@@ -235,12 +235,12 @@ at::Tensor convert_plain(ProcessGroup& line, const at::Tensor& local, const Plac
 }  // namespace
 
 at::Tensor convert_along(ProcessGroup& line, const at::Tensor& local, const Placement& from,
-                         const Placement& to, at::IntArrayRef sizes, std::string_view subject) {
-  if (!is_split(from) && !is_split(to)) return convert_plain(line, local, from, to, sizes, subject);
+                         const Placement& to, at::IntArrayRef sizes, const CollectiveTag& tag) {
+  if (!is_split(from) && !is_split(to)) return convert_plain(line, local, from, to, sizes, tag);
   if (from == to) return local;
   if (is_shard(from) && is_shard(to, std::get<Shard>(from).dim)) {
-    const at::Tensor whole = convert_along(line, local, from, Replicate{}, sizes, subject);
-    return convert_along(line, whole, Replicate{}, to, sizes, subject);
+    const at::Tensor whole = convert_along(line, local, from, Replicate{}, sizes, tag);
+    return convert_along(line, whole, Replicate{}, to, sizes, tag);
   }
   if (is_replicate(from))
     return part_of_blocks(local, std::get<Shard>(to), line.size(), line.rank())
@@ -248,7 +248,7 @@ at::Tensor convert_along(ProcessGroup& line, const at::Tensor& local, const Plac
   at::Tensor part = local;
   if (is_split(to)) part = in_order_of_ranks(part, std::get<Shard>(to), line.size());
   const Placements plain = without_splits({from, to});
-  part = convert_plain(line, part, plain[0], plain[1], sizes, subject);
+  part = convert_plain(line, part, plain[0], plain[1], sizes, tag);
   return is_split(from) ? in_own_order(part, std::get<Shard>(from), line.size()) : part;
 }
 

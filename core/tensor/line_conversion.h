@@ -5,7 +5,6 @@
 #include <tessera/tensor/placement.h>
 
 #include <cstdint>
-#include <string_view>
 
 namespace tessera {
 
@@ -13,9 +12,9 @@ namespace tessera {
 /// from `from` to `to`. `local` is not changed; the result may share its memory. `sizes` are those
 /// of the tensor that the ranks of the line have together; `line` is their process group.
 ///
-/// Collective over the line unless nothing is sent. `subject` names the tensor in errors.
+/// Collective over the line unless nothing is sent. `tag` names the tensor in errors.
 at::Tensor convert_along(ProcessGroup& line, const at::Tensor& local, const Placement& from,
-                         const Placement& to, at::IntArrayRef sizes, std::string_view subject);
+                         const Placement& to, at::IntArrayRef sizes, const CollectiveTag& tag);
 
 /// Returns the bytes that this conversion of a tensor of `nbytes` along the line makes each of
 /// `ranks` ranks send and receive, now or later, plus a little for each message, so that of equal

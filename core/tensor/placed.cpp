@@ -41,7 +41,8 @@ at::Tensor placed(const at::Tensor& tensor, const DistSpec& wanted, std::string_
   if (const DistMeta* const meta = find_dist_meta(tensor)) {
     const at::Tensor& local = local_part(*meta);
     if (meta->spec.get() == &wanted) return local;
-    return convert(local, *meta->spec, wanted.placements, tensor.sizes(), subject);
+    return convert(local, *meta->spec, wanted.placements, tensor.sizes(),
+                   {subject, meta->identity});
   }
   const DistSpec whole{wanted.mesh, replicated(wanted.mesh)};
   return convert(tensor, whole, wanted.placements, tensor.sizes(), subject);

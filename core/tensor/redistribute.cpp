@@ -42,7 +42,7 @@ bool clash(const Placement& a, const Placement& b) {
 class Converter {
  public:
   Converter(const DistSpec& from, const Placements& to, at::IntArrayRef sizes,
-            std::string_view subject)
+            const Subject& subject)
       : mesh_(from.mesh), now_(from.placements), to_(to), sizes_(sizes), subject_(subject) {}
 
   at::Tensor run(at::Tensor local) {
@@ -107,16 +107,17 @@ class Converter {
     if (mesh_.size(mesh_dim) == 1) return local;
     // Part of the text that ranks compare before they accept each other's tensors: tensors of other
     // sizes or placements may have as many elements.
-    const std::string subject = fmt::format("{} ([{}], {} to {})", subject_, fmt::join(sizes, ", "),
-                                            to_string(from), to_string(to));
-    return convert_along(*mesh_.process_group(mesh_dim), local, from, to, sizes, subject);
+    const std::string subject = fmt::format("{} ([{}], {} to {})", subject_.text,
+                                            fmt::join(sizes, ", "), to_string(from), to_string(to));
+    return convert_along(*mesh_.process_group(mesh_dim), local, from, to, sizes,
+                         {subject, Channel::kControl, subject_.identity});
   }
 
   const DeviceMesh& mesh_;
   Placements now_;
   const Placements& to_;
   at::IntArrayRef sizes_;
-  std::string_view subject_;
+  Subject subject_;
 };
 
 using Box = std::vector<Range>;
@@ -236,7 +237,7 @@ class Transfer {
 }  // namespace
 
 at::Tensor convert(const at::Tensor& local, const DistSpec& from, const Placements& to,
-                   at::IntArrayRef sizes, std::string_view subject) {
+                   at::IntArrayRef sizes, const Subject& subject) {
   if (from.placements == to || !from.mesh.is_member()) return local;
   at::NoGradGuard no_grad;
   // Process groups read memory as it is: clone(), as any operator, gathers the memory of a sharded
@@ -247,7 +248,7 @@ at::Tensor convert(const at::Tensor& local, const DistSpec& from, const Placemen
 }
 
 at::Tensor transfer(const at::Tensor& local, const DistSpec& from, const DistSpec& to,
-                    at::IntArrayRef sizes, std::string_view subject) {
+                    at::IntArrayRef sizes, const Subject& subject) {
   at::NoGradGuard no_grad;
   // Pending reductions are done on the mesh of their terms, and made pending again where they are
   // wanted; likewise splits, whose parts are not boxes. A scalar is sent as a tensor of one
@@ -259,10 +260,12 @@ at::Tensor transfer(const at::Tensor& local, const DistSpec& from, const DistSpe
   const std::vector<int64_t> shape = is_scalar ? std::vector<int64_t>{1} : sizes.vec();
   const at::Tensor source = is_scalar && from.mesh.is_member() ? reduced.reshape(shape) : reduced;
   const std::string moved_subject =
-      fmt::format("{} ([{}], to another mesh)", subject, fmt::join(sizes, ", "));
+      fmt::format("{} ([{}], to another mesh)", subject.text, fmt::join(sizes, ", "));
   const at::Tensor moved = Transfer(whole, placed, shape).run(source, moved_subject);
   if (!to.mesh.is_member()) return moved;
-  return convert(is_scalar ? moved.reshape(sizes) : moved, placed, to.placements, sizes, subject);
+  // Ranks that are not in the old mesh may know another identity.
+  return convert(is_scalar ? moved.reshape(sizes) : moved, placed, to.placements, sizes,
+                 Subject(subject.text, 0));
 }
 
 std::vector<int64_t> local_sizes_of(const DistSpec& spec, at::IntArrayRef sizes) {

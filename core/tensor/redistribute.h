@@ -3,9 +3,8 @@
 #include <ATen/core/Tensor.h>
 #include <tessera/tensor/placement.h>
 
-#include <string_view>
-
 #include "tensor/dist_meta.h"
+#include "tensor/identity.h"
 
 namespace tessera {
 
@@ -13,12 +12,12 @@ namespace tessera {
 /// `from` to `to` on the same mesh. Without autograd; collective over the mesh. The result may
 /// share memory with `local`.
 at::Tensor convert(const at::Tensor& local, const DistSpec& from, const Placements& to,
-                   at::IntArrayRef sizes, std::string_view subject);
+                   at::IntArrayRef sizes, const Subject& subject);
 
 /// Converts onto another mesh. Collective over the ranks of both; a rank that is not in the new
 /// mesh gets an empty tensor.
 at::Tensor transfer(const at::Tensor& local, const DistSpec& from, const DistSpec& to,
-                    at::IntArrayRef sizes, std::string_view subject);
+                    at::IntArrayRef sizes, const Subject& subject);
 
 /// Returns the sizes of this rank's part; those of an empty tensor on a rank outside the mesh.
 std::vector<int64_t> local_sizes_of(const DistSpec& spec, at::IntArrayRef sizes);

@@ -27,6 +27,7 @@ c10::intrusive_ptr<const DistMeta> copy_of_meta(const at::Tensor& tensor) {
   const DistMeta& meta = *find_dist_meta(tensor);
   auto copy = c10::make_intrusive<DistMeta>(meta.local, meta.spec, meta.source, meta.parameter);
   copy->writes = meta.writes;
+  copy->identity = meta.identity;
   return copy;
 }
 
@@ -41,7 +42,7 @@ at::Tensor reshaped(const at::Tensor& tensor, at::IntArrayRef sizes) {
 
 void write_part(const DistMeta& meta, at::IntArrayRef sizes, const at::Tensor& part,
                 const DistSpec& spec, std::string_view subject) {
-  meta.local.copy_(convert(part, spec, meta.spec->placements, sizes, subject));
+  meta.local.copy_(convert(part, spec, meta.spec->placements, sizes, {subject, meta.identity}));
   wrote_to(meta);
 }
 
@@ -69,8 +70,8 @@ void ViewSource::refresh() {
   const uint32_t now = writes();
   if (now == seen_) return;
   const at::Tensor& base = local_part(*base_);
-  const at::Tensor placed =
-      convert(base, *base_->spec, spec_->placements, sizes_, "view of a DistTensor");
+  const at::Tensor placed = convert(base, *base_->spec, spec_->placements, sizes_,
+                                    {"view of a DistTensor", base_->identity});
   copy_.copy_(reshaped(placed, copy_.sizes()));
   seen_ = now;
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "tensor/dist_meta.h"
+#include "tensor/identity.h"
 
 namespace tessera {
 
@@ -54,6 +55,7 @@ void write_part(const DistMeta& meta, at::IntArrayRef sizes, const at::Tensor& p
 
 /// Must be called after an operator wrote to `meta.local`.
 inline void wrote_to(const DistMeta& meta) {
+  meta.identity = next_identity(*meta.spec, meta.parameter.get());
   if (meta.source) {
     meta.source->write_back();
   } else if (meta.writes.enabled()) {

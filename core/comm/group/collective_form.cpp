@@ -20,8 +20,9 @@ uint64_t mixed(uint64_t hash, int64_t value) {
 }  // namespace
 
 CollectiveForm::CollectiveForm(std::string_view collective, const CollectiveTag& tag)
-    : collective_(collective), subject_(tag.subject) {
+    : collective_(collective), subject_(tag.subject), identity_(tag.identity) {
   mix(collective).mix(tag.subject).mix(static_cast<int64_t>(tag.channel));
+  if (identity_) mix(static_cast<int64_t>(identity_));
 }
 
 CollectiveForm& CollectiveForm::mix(int64_t value) {
@@ -78,6 +79,7 @@ int CollectiveForm::message_tag(int64_t sequence, int64_t part) const {
 
 std::string CollectiveForm::text() const {
   std::string text = fmt::format("{} of unit '{}'", collective_, subject_);
+  if (identity_) text += fmt::format(", tensor {:08x}", identity_ & 0xFFFFFFFF);
   if (numel_ >= 0) text += fmt::format(": {} elements of {}", numel_, c10::toString(dtype_));
   if (encoding_ != Encoding::kPlain) text += fmt::format(" sent as {}", to_string(encoding_));
   if (op_) text += fmt::format(", {}", kOpNames[static_cast<size_t>(*op_)]);

@@ -52,6 +52,7 @@ class CollectiveForm {
   static constexpr size_t kPartsTold = 4;
 
   std::string collective_, subject_;
+  uint64_t identity_;
   int64_t numel_ = -1;
   at::ScalarType dtype_ = at::kFloat;
   size_t parts_ = 0;

@@ -91,11 +91,10 @@ class TracingDecorator : public TracingProcessGroup {
  private:
   // Records the collective before it is issued, so that a call that throws is recorded, too.
   WorkPtr issue(Collective collective) override {
-    const auto& [subject, channel] = collective.tag;
     FlightEntry entry;
     entry.name = collective.name();
-    entry.subject = subject;
-    entry.channel = channel;
+    entry.subject = collective.tag.subject;
+    entry.channel = collective.tag.channel;
     entry.bytes = collective.nbytes();
     const int64_t sequence = flight_record_->add(std::move(entry));
     WorkPtr work;

@@ -24,6 +24,7 @@ enum class Channel : uint8_t { kParams, kGrads, kControl };
 struct CollectiveTag {
   std::string_view subject;  ///< for example the name of the unit; must outlive the `Work`
   Channel channel = Channel::kControl;
+  uint64_t identity = 0;  ///< distinguishes tensors with one subject; 0: there is one
 };
 
 /// The form in which floating-point elements are sent.
