@@ -9,11 +9,12 @@
 #include <torch/custom_class.h>
 
 #include <algorithm>
-#include <exception>
 #include <functional>
 #include <sstream>
 #include <string>
 #include <utility>
+
+#include "parallel/texts_of_ranks.h"
 
 namespace tessera {
 namespace {
@@ -62,22 +63,10 @@ void check_sizes(const char* name, const Sizes& sizes, const ProcessGroup& proce
 // Returns the calls of all ranks; `own` makes this rank's. If it throws on any rank, all throw.
 // Collective.
 std::vector<Call> calls_of_ranks(ProcessGroup& process_group, const std::function<Call()>& own) {
-  std::string text;
-  std::exception_ptr error;
-  try {
-    text = text_of(own());
-  } catch (const c10::Error& e) {
-    error = std::current_exception();
-    text = std::string("!") + e.what_without_backtrace();
-  }
-  const auto texts = all_gather_bytes(process_group, text, kRows);
-  if (error) std::rethrow_exception(error);
   std::vector<Call> calls;
-  for (size_t rank = 0; rank < texts.size(); ++rank) {
-    TORCH_CHECK_VALUE(!texts[rank].starts_with("!"), texts[rank].substr(1), " (on rank ", rank,
-                      " of ", texts.size(), ")");
-    calls.push_back(call_in(texts[rank]));
-  }
+  for (const std::string& text :
+       texts_of_ranks(process_group, kRows, [&] { return text_of(own()); }))
+    calls.push_back(call_in(text));
   return calls;
 }
 
