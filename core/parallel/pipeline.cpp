@@ -252,7 +252,7 @@ class Pipeline::State::Run {
                       targets.size(), " without it");
     const int64_t rows = state_.runs(0) ? rows_of(inputs, "inputs") : -1;
     const int64_t labels = state_.runs(state_.last_stage()) ? rows_of(targets, "targets") : -1;
-    std::string text = fmt::format("{} {} {}\n", rows, labels, trains_);
+    std::string text = fmt::format("{} {} {:d}\n", rows, labels, trains_);
     TORCH_CHECK_VALUE(!state_.runs(0) || rows >= state_.micro_batches,
                       "[Pipeline] the first stage must get inputs of a row at least for each of ",
                       state_.micro_batches, " micro-batches; got ", std::max<int64_t>(rows, 0));

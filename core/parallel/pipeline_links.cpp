@@ -28,6 +28,21 @@ std::vector<int64_t> layout_in(const StageTensors& tensors) {
   return layout;
 }
 
+struct Form {
+  at::ScalarType dtype;
+  at::IntArrayRef sizes;
+  int64_t nbytes() const {
+    return static_cast<int64_t>(c10::elementSize(dtype)) * c10::multiply_integers(sizes);
+  }
+};
+
+std::vector<Form> forms_in(const std::vector<int64_t>& layout) {
+  std::vector<Form> forms;
+  for (const int64_t* at = layout.data() + 2; at != layout.data() + layout.size(); at += 2 + at[1])
+    forms.push_back({static_cast<at::ScalarType>(at[0]), at::IntArrayRef(at + 2, at[1])});
+  return forms;
+}
+
 at::Tensor bytes_on(at::DeviceType device, int64_t count) {
   return at::empty({count}, at::TensorOptions().dtype(at::kByte).device(device));
 }
@@ -36,20 +51,18 @@ at::Tensor bytes_on(at::DeviceType device, int64_t count) {
 struct Buffer {
   Buffer(const std::vector<int64_t>& layout, const at::Tensor& received = {})
       : bytes(received), head(bytes_on(at::kCPU, 2 * sizeof(int64_t) + layout[1])) {
-    std::vector<int64_t> begins = {head.numel()};
-    std::vector<std::pair<at::ScalarType, at::IntArrayRef>> forms;
-    for (auto at = layout.begin() + 2; at != layout.end(); at += 2 + at[1]) {
-      forms.emplace_back(static_cast<at::ScalarType>(at[0]), at::IntArrayRef(&at[0] + 2, at[1]));
-      const auto& [dtype, sizes] = forms.back();
-      begins.back() = (begins.back() + 63) / 64 * 64;
-      begins.push_back(begins.back() + static_cast<int64_t>(c10::elementSize(dtype)) *
-                                           c10::multiply_integers(sizes));
+    int64_t end = head.numel();
+    std::vector<int64_t> begins;
+    const auto forms = forms_in(layout);
+    for (const Form& form : forms) {
+      begins.push_back((end + 63) / 64 * 64);
+      end = begins.back() + form.nbytes();
     }
-    if (!bytes.defined()) bytes = bytes_on(static_cast<at::DeviceType>(layout[0]), begins.back());
+    if (!bytes.defined()) bytes = bytes_on(static_cast<at::DeviceType>(layout[0]), end);
     for (size_t i = 0; i < forms.size(); ++i)
-      tensors.push_back(bytes.narrow(0, begins[i], begins[i + 1] - begins[i])
-                            .view(forms[i].first)
-                            .view(forms[i].second));
+      tensors.push_back(bytes.narrow(0, begins[i], forms[i].nbytes())
+                            .view(forms[i].dtype)
+                            .view(forms[i].sizes));
   }
 
   at::Tensor bytes, head;
