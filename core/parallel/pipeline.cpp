@@ -311,10 +311,12 @@ class Pipeline::State::Run {
 
   Parcel forward(int64_t stage, int64_t m, const Parcel& in) {
     at::AutoGradMode mode(trains_);
-    StageTensors leaves;
-    for (size_t i = 0; i < in.tensors.size(); ++i)
+    StageTensors leaves, given = stage == 0 ? inputs_[m] : StageTensors();
+    for (size_t i = 0; i < in.tensors.size(); ++i) {
       leaves.push_back(in.tensors[i].detach().set_requires_grad(trains_ && in.flags[i] != 0));
-    StageTensors results = called(state_.stages[stage], stage == 0 ? inputs_[m] : leaves);
+      given.push_back(in.meshes[i] ? from_local(leaves[i], *in.meshes[i], {}) : leaves[i]);
+    }
+    StageTensors results = called(state_.stages[stage], std::move(given));
     TORCH_CHECK_VALUE(!results.empty() && std::ranges::all_of(results, &at::Tensor::defined),
                       "[Pipeline] a stage must return tensors; got none from stage ", stage);
     Parcel out;
@@ -323,7 +325,11 @@ class Pipeline::State::Run {
       if (trains_) results = {weighted_loss(results, m)};
     } else {
       for (at::Tensor& each : results) {
-        if (is_dist(each)) each = full_tensor(each);
+        out.meshes.emplace_back();
+        if (is_dist(each)) {
+          out.meshes.back() = mesh_of(each);
+          each = to_local(redistribute(each, Placements(mesh_of(each).ndim(), Replicate{})));
+        }
         out.tensors.push_back(each.detach());
         out.flags.push_back(each.requires_grad());
       }

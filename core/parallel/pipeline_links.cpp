@@ -17,20 +17,38 @@ constexpr CollectiveTag kMessages{"tensors of a pipeline", Channel::kControl};
 // Elements of the message of a layout; the first is the length, 0 after a failure.
 constexpr int64_t kMaxLayout = 512;
 
-// The device of tensors, their number, and for each its dtype, its number of dims and its sizes.
-std::vector<int64_t> layout_in(const StageTensors& tensors) {
-  std::vector<int64_t> layout = {static_cast<int64_t>(tensors.at(0).device().type()),
-                                 std::ssize(tensors)};
-  for (const at::Tensor& tensor : tensors) {
-    layout.insert(layout.end(), {static_cast<int64_t>(tensor.scalar_type()), tensor.dim()});
-    layout.insert(layout.end(), tensor.sizes().begin(), tensor.sizes().end());
+// The device of tensors, their number, and for each its dtype and three lists, each behind its
+// length: its sizes, the shape of its mesh and where the ranks of that are in the place's mesh.
+std::vector<int64_t> layout_in(const Parcel& parcel, const DeviceMesh& place) {
+  std::vector<int64_t> layout = {static_cast<int64_t>(parcel.tensors[0].device().type()),
+                                 std::ssize(parcel.tensors)};
+  const auto add = [&layout](at::IntArrayRef list) {
+    layout.push_back(static_cast<int64_t>(list.size()));
+    layout.insert(layout.end(), list.begin(), list.end());
+  };
+  for (size_t i = 0; i < parcel.tensors.size(); ++i) {
+    layout.push_back(static_cast<int64_t>(parcel.tensors[i].scalar_type()));
+    add(parcel.tensors[i].sizes());
+    const auto& mesh = parcel.meshes[i];
+    add(mesh ? at::IntArrayRef(mesh->shape()) : at::IntArrayRef());
+    std::vector<int64_t> ranks;
+    for (const int rank : mesh ? mesh->ranks() : std::vector<int>()) {
+      const auto found = std::ranges::find(place.ranks(), rank);
+      TORCH_CHECK_VALUE(found != place.ranks().end(),
+                        "[Pipeline] a DistTensor that a stage returns must lie on ranks of its "
+                        "place; expected ",
+                        place.to_string(), ", got ", mesh->to_string());
+      ranks.push_back(found - place.ranks().begin());
+    }
+    add(ranks);
   }
   return layout;
 }
 
+// One tensor of a layout.
 struct Form {
   at::ScalarType dtype;
-  at::IntArrayRef sizes;
+  at::IntArrayRef sizes, mesh, ranks;
   int64_t nbytes() const {
     return static_cast<int64_t>(c10::elementSize(dtype)) * c10::multiply_integers(sizes);
   }
@@ -38,8 +56,16 @@ struct Form {
 
 std::vector<Form> forms_in(const std::vector<int64_t>& layout) {
   std::vector<Form> forms;
-  for (const int64_t* at = layout.data() + 2; at != layout.data() + layout.size(); at += 2 + at[1])
-    forms.push_back({static_cast<at::ScalarType>(at[0]), at::IntArrayRef(at + 2, at[1])});
+  const int64_t* at = layout.data() + 2;
+  const auto next = [&at] {
+    const at::IntArrayRef list(at + 1, static_cast<size_t>(*at));
+    at += 1 + *at;
+    return list;
+  };
+  while (at != layout.data() + layout.size()) {
+    Form& form = forms.emplace_back(Form{static_cast<at::ScalarType>(*at++)});
+    for (auto* const list : {&form.sizes, &form.mesh, &form.ranks}) *list = next();
+  }
   return forms;
 }
 
@@ -53,7 +79,7 @@ struct Buffer {
       : bytes(received), head(bytes_on(at::kCPU, 2 * sizeof(int64_t) + layout[1])) {
     int64_t end = head.numel();
     std::vector<int64_t> begins;
-    const auto forms = forms_in(layout);
+    forms = forms_in(layout);
     for (const Form& form : forms) {
       begins.push_back((end + 63) / 64 * 64);
       end = begins.back() + form.nbytes();
@@ -67,6 +93,7 @@ struct Buffer {
 
   at::Tensor bytes, head;
   StageTensors tensors;
+  std::vector<Form> forms;  // refer to the layout
 };
 
 at::Tensor packed(const Parcel& parcel, const std::vector<int64_t>& layout) {
@@ -83,7 +110,7 @@ at::Tensor packed(const Parcel& parcel, const std::vector<int64_t>& layout) {
   return buffer.bytes;
 }
 
-Parcel unpacked(const Buffer& buffer, bool is_forward) {
+Parcel unpacked(const Buffer& buffer, bool is_forward, const DeviceMesh& place) {
   const at::Tensor head = buffer.bytes.narrow(0, 0, buffer.head.numel()).cpu();
   const auto* const bytes = static_cast<const char*>(head.const_data_ptr());
   int64_t integers[2] = {};
@@ -93,8 +120,15 @@ Parcel unpacked(const Buffer& buffer, bool is_forward) {
   const auto* const flags = bytes + sizeof(integers);
   parcel.flags.assign(flags, flags + buffer.tensors.size());
   parcel.tensors = buffer.tensors;
-  for (size_t i = 0; i < parcel.tensors.size() && !is_forward; ++i)
-    if (flags[i] == 0) parcel.tensors[i] = at::Tensor();
+  for (size_t i = 0; i < parcel.tensors.size(); ++i) {
+    const Form& form = buffer.forms[i];
+    parcel.meshes.emplace_back();
+    if (!is_forward && flags[i] == 0) parcel.tensors[i] = at::Tensor();
+    if (form.mesh.empty()) continue;
+    std::vector<int> ranks;
+    for (const int64_t at : form.ranks) ranks.push_back(place.ranks()[at]);
+    parcel.meshes.back().emplace(form.mesh.vec(), std::move(ranks));
+  }
   return parcel;
 }
 
@@ -103,7 +137,7 @@ Parcel unpacked(const Buffer& buffer, bool is_forward) {
 PipelineLinks::PipelineLinks(const PipelineSchedule& schedule, const DeviceMesh& mesh,
                              std::vector<int64_t> places, const std::vector<int>& line,
                              int64_t place)
-    : places_(std::move(places)), place_(place) {
+    : mesh_(mesh), places_(std::move(places)), place_(place) {
   const auto count = std::ssize(schedule);
   for (int64_t from = 0; from < count; ++from) {
     for (auto [part, stage, m] : schedule[from]) {
@@ -170,7 +204,7 @@ void PipelineLinks::send(const PipelineAction& action, Parcel parcel) {
   Layout& layout = layout_of(action);
   const bool is_known = !layout.empty();
   if (part == kForward && !parcel.has_failed) {
-    const Layout own = layout_in(parcel.tensors);
+    const Layout own = layout_in(parcel, mesh_);
     TORCH_CHECK_VALUE((!is_known || own == layout) && std::ssize(own) < kMaxLayout,
                       "[Pipeline] for inputs of equal shapes, a stage must return tensors of equal "
                       "dtypes and shapes each time, of ",
@@ -239,7 +273,7 @@ Parcel PipelineLinks::receive(const PipelineAction& action) {
   Parcel parcel{.has_failed = part == kForward};
   if (message.work) {
     message.work->wait();
-    parcel = unpacked({layout_of(action), message.buffer}, part == kForward);
+    parcel = unpacked({layout_of(action), message.buffer}, part == kForward, mesh_);
   }
   if (part == kForward) flags_[{stage, m}] = parcel.flags;
   start_next(link, /*may_wait=*/false);

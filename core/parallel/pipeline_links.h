@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -32,13 +33,15 @@ struct Parcel {
   int64_t clock = 0;             ///< at the end of the sender's action
   StageTensors tensors = {};     ///< undefined: no gradient
   std::vector<char> flags = {};  ///< of outputs: whether they require a gradient
+  /// Of outputs that are parts of replicated DistTensors: their meshes.
+  std::vector<std::optional<DeviceMesh>> meshes = {};
 };
 
 /// This rank's ends of the links of its line.
 class PipelineLinks {
  public:
-  /// `places`: those of the stages. `line`: the ranks of this rank's line, by place. Collective
-  /// over the line.
+  /// `mesh`: that of this rank's place. `places`: those of the stages. `line`: the ranks of this
+  /// rank's line, by place. Collective over the line.
   PipelineLinks(const PipelineSchedule& schedule, const DeviceMesh& mesh,
                 std::vector<int64_t> places, const std::vector<int>& line, int64_t place);
 
@@ -83,6 +86,7 @@ class PipelineLinks {
   static Message start_receiving(Incoming& link, const at::Tensor& buffer);
   static void start_sending(Outgoing& link, const at::Tensor& buffer);
 
+  const DeviceMesh mesh_;
   const std::vector<int64_t> places_;
   const int64_t place_;
   std::map<int64_t, Incoming> incoming_;  // by place

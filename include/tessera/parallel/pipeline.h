@@ -129,8 +129,8 @@ struct PipelineOptions {
 ///
 /// Each rank of a place exchanges tensors with the ranks that have its coordinate at the other
 /// places: a line. Lines are independent, so along other mesh dims modules may be sharded or
-/// parallelized, and lines may get different rows. A DistTensor that a stage returns is gathered:
-/// the next one gets the whole as an ordinary tensor.
+/// parallelized, and lines may get different rows. A DistTensor that a stage returns is replicated:
+/// each rank of its mesh sends the whole, of which those of the next place make a DistTensor.
 class TESSERA_API Pipeline {
  public:
   /// `stages`: all of them, in order. `meshes`: the places, disjoint and of one shape.
