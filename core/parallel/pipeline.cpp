@@ -195,14 +195,9 @@ class Pipeline::State::Run {
     const auto texts =
         texts_of_ranks(*state.everyone, kAgreement, [&] { return offer(inputs, targets); });
     check_offers(texts);
-    std::istringstream own(texts[state.rank_of(state.places[0])]);
-    std::string line;
-    std::getline(own, line);
     int64_t rows = 0;
-    std::istringstream(line) >> rows;
-    std::vector<std::string> forms(state.micro_batches);
+    std::istringstream(texts[state.rank_of(state.places[0])]) >> rows;
     for (int64_t m = 0; m < state.micro_batches; ++m) {
-      std::getline(own, forms[m]);
       const int64_t part = rows / state.micro_batches + (m < rows % state.micro_batches ? 1 : 0);
       weights_.push_back(static_cast<double>(part) / static_cast<double>(rows));
     }
@@ -210,7 +205,7 @@ class Pipeline::State::Run {
     if (state.runs(state.last_stage())) targets_ = cut_rows(targets, state.micro_batches);
     for (const PipelineAction& action : state.schedule[state.place])
       if (action.part == kBackward || action.part == kWeightGradient) ++backwards_[action.stage];
-    state.links->begin(std::move(forms), trains);
+    state.links->begin(trains);
   }
 
   // Runs this rank's actions and returns the loss. All ranks throw if one fails.
@@ -244,7 +239,7 @@ class Pipeline::State::Run {
  private:
   using Key = std::pair<int64_t, int64_t>;  // stage and micro-batch
 
-  // The rows of inputs and targets and the forms of micro-batches, where they are read.
+  // The rows of inputs and targets where they are read, -1 elsewhere, and the function.
   std::string offer(const StageTensors& inputs, const StageTensors& targets) const {
     TORCH_CHECK_VALUE(targets.empty() || state_.options.loss || !state_.runs(state_.last_stage()),
                       "[Pipeline] `targets` must only be given with PipelineOptions::loss, which "
@@ -252,17 +247,10 @@ class Pipeline::State::Run {
                       targets.size(), " without it");
     const int64_t rows = state_.runs(0) ? rows_of(inputs, "inputs") : -1;
     const int64_t labels = state_.runs(state_.last_stage()) ? rows_of(targets, "targets") : -1;
-    std::string text = fmt::format("{} {} {:d}\n", rows, labels, trains_);
     TORCH_CHECK_VALUE(!state_.runs(0) || rows >= state_.micro_batches,
                       "[Pipeline] the first stage must get inputs of a row at least for each of ",
                       state_.micro_batches, " micro-batches; got ", std::max<int64_t>(rows, 0));
-    if (!state_.runs(0)) return text;
-    for (const StageTensors& part : cut_rows(inputs, state_.micro_batches)) {
-      for (const at::Tensor& each : part)
-        text += c10::str(each.scalar_type(), each.sizes(), is_dist(each), " ");
-      text += '\n';
-    }
-    return text;
+    return fmt::format("{} {} {:d}", rows, labels, trains_);
   }
 
   // All ranks check all lines.
@@ -277,7 +265,7 @@ class Pipeline::State::Run {
                         " and ", labels);
     }
     for (const std::string& text : texts)
-      TORCH_CHECK(text[text.find('\n') - 1] == texts[0][texts[0].find('\n') - 1],
+      TORCH_CHECK(text.back() == texts[0].back(),
                   "[Pipeline] all ranks must call the same function; got step() on some ranks and "
                   "forward() on others");
   }
@@ -286,6 +274,7 @@ class Pipeline::State::Run {
   void perform(const PipelineAction& action) {
     const auto [part, stage, m] = action;
     const bool is_forward = part == kForward, sends = part != kWeightGradient;
+    state_.links->poll();
     const PipelineAction sent{is_forward ? kForward : kBackward, stage, m};
     Parcel in;
     if (is_forward && stage > 0) in = state_.links->receive({kForward, stage - 1, m});
@@ -312,9 +301,9 @@ class Pipeline::State::Run {
   Parcel forward(int64_t stage, int64_t m, const Parcel& in) {
     at::AutoGradMode mode(trains_);
     StageTensors leaves, given = stage == 0 ? inputs_[m] : StageTensors();
-    for (size_t i = 0; i < in.tensors.size(); ++i) {
-      leaves.push_back(in.tensors[i].detach().set_requires_grad(trains_ && in.flags[i] != 0));
-      given.push_back(in.meshes[i] ? from_local(leaves[i], *in.meshes[i], {}) : leaves[i]);
+    for (const auto& [part, requires_grad, mesh] : in.items) {
+      leaves.push_back(part.detach().set_requires_grad(requires_grad));
+      given.push_back(mesh ? from_local(leaves.back(), *mesh, {}) : leaves.back());
     }
     StageTensors results = called(state_.stages[stage], std::move(given));
     TORCH_CHECK_VALUE(!results.empty() && std::ranges::all_of(results, &at::Tensor::defined),
@@ -325,13 +314,13 @@ class Pipeline::State::Run {
       if (trains_) results = {weighted_loss(results, m)};
     } else {
       for (at::Tensor& each : results) {
-        out.meshes.emplace_back();
+        Parcel::Item& item = out.items.emplace_back();
         if (is_dist(each)) {
-          out.meshes.back() = mesh_of(each);
-          each = to_local(redistribute(each, Placements(mesh_of(each).ndim(), Replicate{})));
+          item.mesh = mesh_of(each);
+          each = to_local(redistribute(each, Placements(item.mesh->ndim(), Replicate{})));
         }
-        out.tensors.push_back(each.detach());
-        out.flags.push_back(each.requires_grad());
+        item.tensor = each.detach();
+        item.requires_grad = each.requires_grad();
       }
     }
     if (!trains_) return out;
@@ -378,10 +367,12 @@ class Pipeline::State::Run {
     if (part == kWeightGradient) {
       found->second.weight_gradients();
     } else {
-      const StageTensors gradients =
-          stage == state_.last_stage() ? StageTensors{root_} : in.tensors;
-      out.tensors = part == kBackward ? found->second.backward(gradients)
-                                      : found->second.input_gradients(gradients);
+      StageTensors gradients;
+      if (stage == state_.last_stage()) gradients = {root_};
+      for (const Parcel::Item& item : in.items) gradients.push_back(item.tensor);
+      for (const at::Tensor& each : part == kBackward ? found->second.backward(gradients)
+                                                      : found->second.input_gradients(gradients))
+        out.items.push_back({each});
     }
     if (part != kInputGradient) graphs_.erase(found);
     return out;

@@ -8,8 +8,6 @@
 #include <deque>
 #include <map>
 #include <optional>
-#include <string>
-#include <utility>
 #include <vector>
 
 namespace tessera {
@@ -17,24 +15,25 @@ namespace tessera {
 // [Note: Messages of a pipeline]
 //
 // From each place to each other one to which it sends leads a link: a process group of two ranks on
-// which only the first sends. The messages of a link have the order of the sender's actions, which
-// both ends know from the schedule. A sender doesn't wait; a receiver also takes the messages
-// before the one that it needs, and keeps them. So ranks wait for each other only where actions do,
-// and a schedule that passes `check_schedule()` can't block.
+// which only the first sends. The parcels of a link have the order of the sender's actions, which
+// both ends know from the schedule. A sender doesn't wait; a receiver also takes the parcels before
+// the one that it needs, and keeps them. So ranks wait for each other only where actions do, and a
+// schedule that passes `check_schedule()` can't block.
 //
-// A message is one buffer: whether the sender has failed, its clock, a flag for each tensor, and
-// the tensors' elements. The layout of a stage's outputs is sent before the first ones for inputs
-// of some form, and kept by both ends. A rank that has failed still sends its messages, marked, so
-// no rank waits for one that never comes.
+// A parcel is a head of fixed length, which tells the forms of its tensors, and a message for each
+// of them. A rank that has failed still sends its parcels, marked, so no rank waits for one that
+// never comes.
 
-/// What goes from one stage to the next one, for one micro-batch.
+/// The result of an action, for the stage that needs it.
 struct Parcel {
-  bool has_failed = false;       ///< then there are no tensors
-  int64_t clock = 0;             ///< at the end of the sender's action
-  StageTensors tensors = {};     ///< undefined: no gradient
-  std::vector<char> flags = {};  ///< of outputs: whether they require a gradient
-  /// Of outputs that are parts of replicated DistTensors: their meshes.
-  std::vector<std::optional<DeviceMesh>> meshes = {};
+  struct Item {
+    at::Tensor tensor;                           ///< undefined: no gradient
+    bool requires_grad = false;                  ///< of an output
+    std::optional<DeviceMesh> mesh = std::nullopt;  ///< of a replicated DistTensor, whose part it is
+  };
+  bool has_failed = false;
+  int64_t clock = 0;  ///< at the end of the action
+  std::vector<Item> items = {};
 };
 
 /// This rank's ends of the links of its line.
@@ -45,31 +44,34 @@ class PipelineLinks {
   PipelineLinks(const PipelineSchedule& schedule, const DeviceMesh& mesh,
                 std::vector<int64_t> places, const std::vector<int>& line, int64_t place);
 
-  /// Begins a step. `forms`: for each micro-batch, a text of the shapes of its inputs. If not
-  /// `trains`, there are no backwards.
-  void begin(std::vector<std::string> forms, bool trains);
+  /// Begins a step. If not `trains`, there are no backwards.
+  void begin(bool trains);
 
-  /// Sends the result of an action (F or B) to the stage that needs it, if it is wanted there.
-  /// Throws, and sends nothing, for outputs of another layout than earlier ones for inputs of this
-  /// form; then the caller must send a failure.
+  /// Sends the result of an action (F or B) to the stage that needs it, if there is one.
   void send(const PipelineAction& action, Parcel parcel);
   /// Returns the result of an action (F or B) of the stage before or after. Waits for it.
   Parcel receive(const PipelineAction& action);
+  /// Starts to receive the tensors of parcels whose heads are there, as far as one ahead.
+  void poll();
 
   /// Waits until all messages are sent.
   void finish();
 
  private:
-  using Layout = std::vector<int64_t>;
   struct Message {
-    at::Tensor buffer;
+    at::Tensor tensor;
     WorkPtr work;
+  };
+  struct Arriving {
+    Parcel parcel;
+    std::vector<WorkPtr> works;
   };
   struct Incoming {
     ProcessGroupPtr process_group;
     std::vector<PipelineAction> order;
-    size_t next = 0;                             // the first that was not started
-    std::map<PipelineAction, Message> arriving;  // undefined: there is none
+    size_t next = 0;              // the first whose head was not taken
+    std::optional<Message> head;  // of that one, if started
+    std::map<PipelineAction, Arriving> arriving;
   };
   struct Outgoing {
     ProcessGroupPtr process_group;
@@ -78,25 +80,18 @@ class PipelineLinks {
 
   // The stage that gets the result of an action, or -1.
   int64_t receiver_of(const PipelineAction& action) const;
-  Layout& layout_of(const PipelineAction& action);
-  // False if the forward has failed or no output requires a gradient.
-  bool has_gradients(int64_t stage, int64_t micro_batch) const;
-  // Starts to receive the next message, unless that needs to wait and may not.
-  void start_next(Incoming& link, bool may_wait);
-  static Message start_receiving(Incoming& link, const at::Tensor& buffer);
-  static void start_sending(Outgoing& link, const at::Tensor& buffer);
+  // Takes the next head, unless it needs to wait for it and may not.
+  bool advance(Incoming& link, bool may_wait);
+  void start_head(Incoming& link) const;
+  static void start_sending(Outgoing& link, const at::Tensor& tensor);
 
   const DeviceMesh mesh_;
   const std::vector<int64_t> places_;
   const int64_t place_;
+  bool trains_ = true;
   std::map<int64_t, Incoming> incoming_;  // by place
   std::map<int64_t, Outgoing> outgoing_;
-  std::map<std::pair<int64_t, std::string>, Layout> layouts_;  // by stage and form
-  std::vector<std::string> forms_;
-  bool trains_ = true;
   std::map<PipelineAction, Parcel> own_;  // from stages of this place to others of it
-  // Those of outputs that were sent or received, by stage and micro-batch.
-  std::map<std::pair<int64_t, int64_t>, std::vector<char>> flags_;
 };
 
 }  // namespace tessera

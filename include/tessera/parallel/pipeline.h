@@ -154,7 +154,6 @@ class TESSERA_API Pipeline {
   /// schedule's backwards; sharded modules reduce theirs with the last one. At the end, each copy
   /// of a tied parameter gets the sum of their gradients.
   ///
-  /// For inputs of equal shapes a stage must return tensors of equal shapes and dtypes every time.
   /// Collective. If a rank throws, all others throw `c10::Error` with that rank and its message;
   /// then set the gradients to zero before the next step. Throws `c10::ValueError` on all ranks for
   /// fewer rows than micro-batches, and if the rows of inputs or targets differ.
