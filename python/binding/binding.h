@@ -62,6 +62,7 @@ void bind_optimizer(py::module_& module);
 void bind_cpu_adam(py::module_& module);
 void bind_dist_tensor(py::module_& module);
 void bind_parallel(py::module_& module);
+void bind_pipeline(py::module_& module);
 void bind_dist_optimizer(py::module_& module);
 void bind_checkpoint(py::module_& module);
 void bind_exchange(py::module_& module);

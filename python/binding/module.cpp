@@ -18,6 +18,7 @@ PYBIND11_MODULE(_C, module) {
   python::bind_cpu_adam(module);
   python::bind_dist_tensor(module);
   python::bind_parallel(module);
+  python::bind_pipeline(module);
   python::bind_dist_optimizer(module);
   python::bind_checkpoint(module);
   python::bind_exchange(module);

@@ -30,6 +30,7 @@ from .optimizer import ShardedOptimizer
 from .parallel import (ColwiseParallel, ContextParallel, PrepareModuleInput, PrepareModuleOutput, RowwiseParallel,
                        SequenceParallel, balance_sequence, dist_empty, dist_full, dist_ones, dist_rand, dist_randn, dist_zeros,
                        local_map, parallelize_module, register_rule, unbalance_sequence)
+from .pipeline import Pipeline, check_schedule, cut_stages, pipeline_schedule, stage_meshes
 from .plan import Plan, plan
 from .sharded_module import ShardedModule, fully_shard
 from .world import ProcessGroup, init, is_initialized, new_group, rank, shutdown, size, spawn
@@ -38,15 +39,15 @@ __version__ = _C.version
 
 __all__ = [
     "AsyncCheckpointer", "CPUAdam", "ColwiseParallel", "CommDebug", "ContextParallel", "DeferredInit", "DeviceMesh",
-    "DistOptimizer", "GradScaler", "MemoryTracer", "Partial", "Placement", "Plan", "PrepareModuleInput",
+    "DistOptimizer", "GradScaler", "MemoryTracer", "Partial", "Pipeline", "Placement", "Plan", "PrepareModuleInput",
     "PrepareModuleOutput", "ProcessGroup", "Replicate", "RowwiseParallel", "SequenceParallel", "Shard", "ShardedModule",
-    "ShardedOptimizer", "StrictOperators", "balance_sequence", "best_checkpoint", "dist_empty", "dist_full", "dist_ones",
+    "ShardedOptimizer", "StrictOperators", "balance_sequence", "best_checkpoint", "check_schedule", "cut_stages", "dist_empty", "dist_full", "dist_ones",
     "dist_rand", "dist_randn", "dist_zeros", "distribute", "distribute_", "distribute_module", "from_local", "full_tensor",
     "fully_shard", "inductor", "init", "is_deferred", "is_dist", "is_initialized", "latest_checkpoint", "load_checkpoint",
     "load_state_dict", "local_map", "materialize", "mesh_of", "muon_cuts", "muon_groups", "new_group", "parallelize_module",
-    "placements_of", "plan",
-    "rank", "redistribute", "register_rule", "save_checkpoint", "save_state_dict", "shutdown", "size", "spawn", "to_local",
-    "unbalance_sequence", "unwrap", "use_page_heap",
+    "pipeline_schedule", "placements_of", "plan", "rank", "redistribute", "register_rule", "save_checkpoint",
+    "save_state_dict", "shutdown", "size", "spawn", "stage_meshes", "to_local", "unbalance_sequence", "unwrap",
+    "use_page_heap",
 ]
 
 use_page_heap = _C.use_page_heap
