@@ -73,10 +73,15 @@ int64_t place_in(const std::vector<DeviceMesh>& meshes) {
 
 struct Pipeline::State {
   class Run;
-  // The copies of a parameter of which other stages have copies, too.
+  // A parameter of which other stages have copies, too.
+  struct Copy {
+    at::Tensor parameter;
+    std::optional<ShardedModule> sharded;
+    at::Tensor earlier = {};  // its gradient before the step
+  };
   struct Tie {
-    std::vector<std::pair<at::Tensor, std::optional<ShardedModule>>> copies;  // here
-    ProcessGroupPtr ranks;  // those of the line that have copies; null: this one alone
+    std::vector<Copy> copies;  // here
+    ProcessGroupPtr ranks;     // those of the line that have copies; null: this one alone
   };
 
   State(std::vector<PipelineStage> its_stages, PipelineSchedule its_schedule,
@@ -141,9 +146,11 @@ struct Pipeline::State {
                         s, " at place ", place);
       if (!runs(s)) stages[s] = {};
       for (const auto& [name, parameter] : stages[s].tied) {
+        if (!parameter.requires_grad()) continue;
         auto& copies = ties[name].copies;
-        if (std::ranges::none_of(copies, [&](auto& copy) { return copy.first.is_same(parameter); }))
-          copies.emplace_back(parameter, stages[s].sharded);
+        if (std::ranges::none_of(
+                copies, [&](const Copy& copy) { return copy.parameter.is_same(parameter); }))
+          copies.push_back({parameter, stages[s].sharded});
       }
     }
     std::string text = to_string(schedule);
@@ -151,23 +158,39 @@ struct Pipeline::State {
     return text;
   }
 
+  // Sets gradients of earlier steps aside: they are sums already.
+  void begin_ties() {
+    for (auto& [name, tie] : ties) {
+      for (auto& [parameter, sharded, earlier] : tie.copies) {
+        if (!sharded) {
+          earlier = std::exchange(parameter.mutable_grad(), at::Tensor());
+        } else if (earlier.reset(); sharded->has_reduced_grad(parameter)) {
+          earlier = sharded->full_grad(parameter);
+          sharded->zero_grad(parameter);
+        }
+      }
+    }
+  }
+
   // Gives each copy of a tied parameter the sum of their gradients.
-  void sum_tied() {
+  void sum_ties() {
     at::NoGradGuard no_grad;
     for (auto& [name, tie] : ties) {
       at::Tensor sum;
-      for (auto& [parameter, sharded] : tie.copies) {
+      for (auto& [parameter, sharded, earlier] : tie.copies) {
         at::Tensor own = sharded ? sharded->full_grad(parameter) : parameter.grad();
         if (!own.defined()) own = at::zeros_like(parameter);
         sum = sum.defined() ? sum + own : own.clone(at::MemoryFormat::Contiguous);
       }
       if (tie.ranks)
         tie.ranks->all_reduce(is_dist(sum) ? to_local(sum) : sum, ReduceOp::kSum, kTied)->wait();
-      for (auto& [parameter, sharded] : tie.copies) {
+      for (auto& [parameter, sharded, earlier] : tie.copies) {
+        const at::Tensor whole = earlier.defined() ? earlier + sum : sum.clone();
+        earlier.reset();
         if (sharded) {
-          sharded->set_full_grad(parameter, sum);
+          sharded->set_full_grad(parameter, whole);
         } else {
-          parameter.mutable_grad() = sum.clone();
+          parameter.mutable_grad() = whole;
         }
       }
     }
@@ -211,6 +234,7 @@ class Pipeline::State::Run {
   // Runs this rank's actions and returns the loss. All ranks throw if one fails.
   at::Tensor run() {
     state_.counts = {};
+    if (trains_) state_.begin_ties();
     for (const PipelineAction& action : state_.schedule[state_.place])
       if (trains_ || action.part == kForward) perform(action);
     state_.links->finish();
@@ -221,7 +245,7 @@ class Pipeline::State::Run {
       std::istringstream(text) >> clock;
       state_.counts.ticks = std::max(state_.counts.ticks, clock);
     }
-    if (trains_) state_.sum_tied();
+    if (trains_) state_.sum_ties();
     return loss_in(texts[state_.rank_of(state_.places.back())]);
   }
 

@@ -41,8 +41,10 @@ at::Tensor head_of(const Parcel& parcel, const DeviceMesh& place) {
     }
     add(ranks);
   }
-  TORCH_CHECK_VALUE(head.size() <= kHeadLength, "[Pipeline] the sizes of the tensors that a stage "
-                    "returns must be ", kHeadLength, " numbers at most; got ", head.size());
+  TORCH_CHECK_VALUE(head.size() <= kHeadLength,
+                    "[Pipeline] the sizes of the tensors that a stage "
+                    "returns must be ",
+                    kHeadLength, " numbers at most; got ", head.size());
   const at::Tensor message = at::zeros({kHeadLength}, at::kLong);
   std::ranges::copy(head, message.mutable_data_ptr<int64_t>());
   return message;
@@ -175,8 +177,7 @@ Parcel PipelineLinks::receive(const PipelineAction& action) {
   const int64_t place = places_[action.stage];
   if (place == place_) return std::move(own_.extract(action).mapped());
   Incoming& link = incoming_.at(place);
-  while (!link.arriving.contains(action))
-    TORCH_INTERNAL_ASSERT(advance(link, /*may_wait=*/true));
+  while (!link.arriving.contains(action)) TORCH_INTERNAL_ASSERT(advance(link, /*may_wait=*/true));
   Arriving arriving = std::move(link.arriving.extract(action).mapped());
   for (const WorkPtr& work : arriving.works) work->wait();
   return std::move(arriving.parcel);

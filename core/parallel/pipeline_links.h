@@ -27,9 +27,10 @@ namespace tessera {
 /// The result of an action, for the stage that needs it.
 struct Parcel {
   struct Item {
-    at::Tensor tensor;                           ///< undefined: no gradient
-    bool requires_grad = false;                  ///< of an output
-    std::optional<DeviceMesh> mesh = std::nullopt;  ///< of a replicated DistTensor, whose part it is
+    at::Tensor tensor;           ///< undefined: no gradient
+    bool requires_grad = false;  ///< of an output
+    std::optional<DeviceMesh> mesh =
+        std::nullopt;  ///< of a replicated DistTensor, whose part it is
   };
   bool has_failed = false;
   int64_t clock = 0;  ///< at the end of the action

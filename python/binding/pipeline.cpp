@@ -76,11 +76,11 @@ void bind_pipeline(py::module_& module) {
   py::class_<Pipeline>(module, "Pipeline")
       .def(py::init([](std::vector<PipelineStage> stages, const ActionLists& schedule,
                        const std::vector<const DeviceMesh*>& meshes, LossFunction loss) {
-             const auto places = mesh_list(meshes);
-             PipelineSchedule actions = schedule_of(schedule);
-             const Waiting waiting;
-             return Pipeline(std::move(stages), std::move(actions), places, {std::move(loss)});
-           }))
+        const auto places = mesh_list(meshes);
+        PipelineSchedule actions = schedule_of(schedule);
+        const Waiting waiting;
+        return Pipeline(std::move(stages), std::move(actions), places, {std::move(loss)});
+      }))
       .def("step", &Pipeline::step, Waits())
       .def("forward", &Pipeline::forward, Waits())
       .def("counts", [](const Pipeline& pipeline) { return dict_of(pipeline.counts()); });

@@ -138,9 +138,9 @@ TEST(PipelineOfShards, ReducesGradientsOncePerStep) {
     const auto bytes_of = [&](const PipelineSchedule& schedule) {
       auto stages = cut_stages(*some_model(2), names_of(2));
       const int64_t place = mesh.coordinate()->at(0);
-      stages[place].sharded = fully_shard(
-          stages[place].module,
-          {.level = ShardLevel::kGradients, .process_group = mesh.process_group(1)});
+      stages[place].sharded =
+          fully_shard(stages[place].module,
+                      {.level = ShardLevel::kGradients, .process_group = mesh.process_group(1)});
       Pipeline pipeline(stages, schedule, stage_meshes(mesh), options());
       CommDebug debug;
       pipeline.step({batch(0, 12)});
@@ -153,11 +153,39 @@ TEST(PipelineOfShards, ReducesGradientsOncePerStep) {
   });
 }
 
+// A stage that fails on all of its ranks, or on one of them.
+TEST(PipelineOfShards, FailOnAllRanks) {
+  for (const bool one_fails : {false, true}) {
+    run_world(
+        4,
+        [&](World&) {
+          const auto mesh = DeviceMesh::over_world({2, 2});
+          auto stages = cut_stages(*some_model(2), names_of(2));
+          const int64_t place = mesh.coordinate()->at(0);
+          stages[place].sharded =
+              fully_shard(stages[place].module, {.process_group = mesh.process_group(1)});
+          bool fails = place == 1 && (!one_fails || mesh.coordinate()->at(1) == 1);
+          stages[place].forward = [inner = stages[place].forward, &fails](const StageTensors& in) {
+            TORCH_CHECK(!fails, "the forward fails");
+            return inner(in);
+          };
+          Pipeline pipeline(stages, one_f_one_b_schedule(2, 4), stage_meshes(mesh), options());
+          EXPECT_THROW(pipeline.step({batch(0, 12)}), c10::Error);
+          if (one_fails) return;  // collectives of the others are no more than begun
+          fails = false;
+          stages[place].sharded->zero_grad();
+          const at::Tensor again = pipeline.step({batch(0, 12)});
+          EXPECT_TRUE(torch::equal(pipeline.step({batch(0, 12)}), again));
+        },
+        std::chrono::seconds(5));
+  }
+}
+
 // The bits of `fully_shard` alone on the same micro-batches.
 TEST(PipelineOfShards, CopiesOfATiedParameterGetOneGradient) {
   run_world(4, [](World&) {
     const auto mesh = DeviceMesh::over_world({2, 2});
-    const auto gradient_of = [&](bool has_stages) {
+    const auto gradient_of = [&](bool are_tied, int steps) {
       manual_seed(9);
       nn::Sequential model;
       nn::Linear first(6, 6), last(6, 6), middle(6, 6);
@@ -169,14 +197,15 @@ TEST(PipelineOfShards, CopiesOfATiedParameterGetOneGradient) {
       on_test_device(model);
       const int64_t place = mesh.coordinate()->at(0);
       auto stages = cut_stages(*model, {{"first", "middle"}, {"last"}});
-      if (has_stages) {
+      if (are_tied) {
         stages[0].tied["weight"] = first->weight;
         stages[1].tied["weight"] = last->weight;
       }
       stages[place].sharded =
           fully_shard(stages[place].module, {.process_group = mesh.process_group(1)});
       Pipeline pipeline(stages, one_f_one_b_schedule(2, 3), stage_meshes(mesh), options());
-      pipeline.step({batch(static_cast<int>(mesh.coordinate()->at(1)), 6)});
+      for (int step = 0; step < steps; ++step)
+        pipeline.step({batch(static_cast<int>(mesh.coordinate()->at(1)), 6)});
       const at::Tensor gradient =
           stages[place].sharded->full_grad(place == 0 ? first->weight : last->weight);
       // Of both places.
@@ -185,9 +214,10 @@ TEST(PipelineOfShards, CopiesOfATiedParameterGetOneGradient) {
       mesh.process_group(0)->all_reduce(both, ReduceOp::kSum, {"both"})->wait();
       return both;
     };
-    const at::Tensor apart = gradient_of(false), tied = gradient_of(true);
+    const at::Tensor apart = gradient_of(false, 1), tied = gradient_of(true, 1);
     EXPECT_TRUE(torch::equal(tied[0], apart[0] + apart[1]));
     EXPECT_TRUE(torch::equal(tied[1], apart[0] + apart[1]));
+    EXPECT_TRUE(testing::close_values(gradient_of(true, 2), 2 * tied, 1e-6));
   });
 }
 

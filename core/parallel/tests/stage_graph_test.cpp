@@ -1,5 +1,7 @@
 // Backward in two parts: the bits of a whole one, and no operator twice.
 
+#include "parallel/stage_graph.h"
+
 #include <ATen/record_function.h>
 #include <gtest/gtest.h>
 #include <tessera/base/generator.h>
@@ -10,8 +12,6 @@
 #include <map>
 #include <string>
 #include <vector>
-
-#include "parallel/stage_graph.h"
 
 namespace tessera::stage_graph_test {
 
@@ -42,42 +42,50 @@ std::vector<Stage> some_stages() {
     return torch::nn::functional::linear(x, w, b);
   };
   return {
-      {"layers", [=](const Tensors& w, const Tensors& in) -> Tensors {
+      {"layers",
+       [=](const Tensors& w, const Tensors& in) -> Tensors {
          return {linear(torch::gelu(linear(in[0], w[0], w[3])), w[1], w[4]).tanh()};
        }},
-      {"a weight of two layers", [=](const Tensors& w, const Tensors& in) -> Tensors {
+      {"a weight of two layers",
+       [=](const Tensors& w, const Tensors& in) -> Tensors {
          return {linear(linear(in[0], w[0], w[3]).tanh(), w[0], w[3])};
        }},
-      {"a weight of four layers", [=](const Tensors& w, const Tensors& in) -> Tensors {
+      {"a weight of four layers",
+       [=](const Tensors& w, const Tensors& in) -> Tensors {
          at::Tensor x = in[0];
          for (int i = 0; i < 4; ++i) x = linear(x, w[0], w[3]).sin();
          return {x};
        }},
-      {"residuals and a norm", [=](const Tensors& w, const Tensors& in) -> Tensors {
+      {"residuals and a norm",
+       [=](const Tensors& w, const Tensors& in) -> Tensors {
          const at::Tensor x = in[0] + linear(torch::layer_norm(in[0], {7}, w[3], w[4]), w[0], w[5]);
          return {x + x * w[4]};
        }},
-      {"outputs off the path", [](const Tensors& w, const Tensors& in) -> Tensors {
+      {"outputs off the path",
+       [](const Tensors& w, const Tensors& in) -> Tensors {
          return {in[0].mm(w[0]), (w[1] * w[1]).mm(w[2]), in[1]};
        }},
-      {"an unused input and parameter", [](const Tensors& w, const Tensors& in) -> Tensors {
+      {"an unused input and parameter",
+       [](const Tensors& w, const Tensors& in) -> Tensors {
          return {in[1].mm(w[1].t().contiguous())};
        }},
-      {"a derived weight", [](const Tensors& w, const Tensors& in) -> Tensors {
+      {"a derived weight",
+       [](const Tensors& w, const Tensors& in) -> Tensors {
          return {in[0].mm(w[0] / w[0].norm()) + in[1].mm(w[0])};
        }},
-      {"a function of a user", [](const Tensors& w, const Tensors& in) -> Tensors {
+      {"a function of a user",
+       [](const Tensors& w, const Tensors& in) -> Tensors {
          return {Product::apply(Product::apply(in[0], w[0]), w[1] * 2).mm(w[0])};
        }},
-      {"a checkpoint", [](const Tensors& w, const Tensors& in) -> Tensors {
-         return {checkpoint([w](const at::Tensor& x) { return x.mm(w[0]).tanh().mm(w[1]); },
-                                       in[0])
+      {"a checkpoint",
+       [](const Tensors& w, const Tensors& in) -> Tensors {
+         return {checkpoint([w](const at::Tensor& x) { return x.mm(w[0]).tanh().mm(w[1]); }, in[0])
                      .mm(w[2])};
        }},
-      {"no input that requires a gradient", [](const Tensors& w, const Tensors& in) -> Tensors {
-         return {in[2].mm(w[0])};
-       }},
-      {"no parameters", [](const Tensors&, const Tensors& in) -> Tensors {
+      {"no input that requires a gradient",
+       [](const Tensors& w, const Tensors& in) -> Tensors { return {in[2].mm(w[0])}; }},
+      {"no parameters",
+       [](const Tensors&, const Tensors& in) -> Tensors {
          return {in[0].sin(), in[1] * in[0]};
        }},
       {"no graph", [](const Tensors&, const Tensors& in) -> Tensors { return {in[2].sin()}; }},
