@@ -272,7 +272,6 @@ TEST(PipelineStages, CopiesOfATiedParameterGetTheSumOfTheirGradients) {
       const auto places = static_cast<int64_t>(size);
       const auto schedule =
           size == 1 ? interleaved_schedule(1, 2, 2) : one_f_one_b_schedule(places, 2);
-      // Of a world of threads: all ranks have copies of their own.
       Pipeline pipeline(std::move(stages), schedule, all_places(), square_loss());
       pipeline.step({x});
       const at::Tensor expected = first.grad() + last.grad();

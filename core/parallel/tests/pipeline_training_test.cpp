@@ -208,7 +208,6 @@ TEST(PipelineOfShards, CopiesOfATiedParameterGetOneGradient) {
         pipeline.step({batch(static_cast<int>(mesh.coordinate()->at(1)), 6)});
       const at::Tensor gradient =
           stages[place].sharded->full_grad(place == 0 ? first->weight : last->weight);
-      // Of both places.
       at::Tensor both = torch::zeros({2, 6, 6});
       both[place].copy_(gradient);
       mesh.process_group(0)->all_reduce(both, ReduceOp::kSum, {"both"})->wait();

@@ -56,8 +56,8 @@ using PipelineSchedule = std::vector<std::vector<PipelineAction>>;
 TESSERA_API PipelineSchedule gpipe_schedule(int64_t places, int64_t micro_batches);
 /// The same actions in turns: place `p` has at most `places - p` micro-batches under way.
 TESSERA_API PipelineSchedule one_f_one_b_schedule(int64_t places, int64_t micro_batches);
-/// The same with several stages at each place, `places` apart: with `n` of them the bubble is an
-/// n-th. Throws `c10::ValueError` unless `micro_batches` is a multiple of `places`.
+/// Puts several stages at each place, `places` apart, and divides the bubble by their number.
+/// Throws `c10::ValueError` unless `micro_batches` is a multiple of `places`.
 TESSERA_API PipelineSchedule interleaved_schedule(int64_t places, int64_t stages_per_place,
                                                   int64_t micro_batches);
 /// ZB-H1 (arXiv 2401.10241): backwards in two parts, the second where a place would be idle; at
