@@ -225,7 +225,10 @@ class Pipeline::State::Run {
       weights_.push_back(static_cast<double>(part) / static_cast<double>(rows));
     }
     if (state.runs(0)) inputs_ = cut_rows(inputs, state.micro_batches);
-    if (state.runs(state.last_stage())) targets_ = cut_rows(targets, state.micro_batches);
+    if (state.runs(state.last_stage())) {
+      targets_ = cut_rows(targets, state.micro_batches);
+      if (trains) losses_.resize(state.micro_batches);
+    }
     for (const PipelineAction& action : state.schedule[state.place])
       if (action.part == kBackward || action.part == kWeightGradient) ++backwards_[action.stage];
     state.links->begin(trains);
@@ -375,7 +378,7 @@ class Pipeline::State::Run {
                       loss.defined() ? c10::str(loss.scalar_type(), " ", loss.sizes()) : "none");
     at::Tensor weighted = loss * weights_[m];
     const at::Tensor value = is_dist(weighted) ? full_tensor(weighted.detach()) : weighted.detach();
-    loss_ = loss_.defined() ? loss_ + value : value;
+    losses_[m] = value;
     root_ = at::ones_like(weighted);
     return weighted;
   }
@@ -405,9 +408,11 @@ class Pipeline::State::Run {
   // The clock and the loss, or this rank's error.
   std::string result() const {
     if (error_) std::rethrow_exception(error_);
-    if (!loss_.defined()) return std::to_string(clock_);
-    return fmt::format("{} {} {:a}", clock_, static_cast<int>(loss_.scalar_type()),
-                       loss_.item().toDouble());
+    if (losses_.empty()) return std::to_string(clock_);
+    at::Tensor loss = losses_[0];
+    for (size_t m = 1; m < losses_.size(); ++m) loss = loss + losses_[m];
+    return fmt::format("{} {} {:a}", clock_, static_cast<int>(loss.scalar_type()),
+                       loss.item().toDouble());
   }
 
   static at::Tensor loss_in(const std::string& text) {
@@ -426,7 +431,8 @@ class Pipeline::State::Run {
   std::vector<double> weights_;
   std::map<Key, StageGraph> graphs_;      // of forwards without their backward
   std::map<int64_t, int64_t> backwards_;  // that are left, by stage
-  at::Tensor loss_, root_;
+  StageTensors losses_;                   // by micro-batch, where the last stage runs
+  at::Tensor root_;
   int64_t clock_ = 0;
   bool has_failed_ = false;  // this rank, or one from which it got a message
   std::exception_ptr error_;

@@ -32,6 +32,7 @@
 #include <tessera/parallel/dist_optimizer.h>
 #include <tessera/parallel/distribute_module.h>
 #include <tessera/parallel/parallelize.h>
+#include <tessera/parallel/pipeline.h>
 #include <tessera/tensor/device_mesh.h>
 #include <tessera/tensor/dist_debug.h>
 #include <tessera/tensor/dist_factories.h>
