@@ -408,7 +408,7 @@ class Pipeline::State::Run {
   // The clock and the loss, or this rank's error.
   std::string result() const {
     if (error_) std::rethrow_exception(error_);
-    if (losses_.empty()) return std::to_string(clock_);
+    if (losses_.empty() || has_failed_) return std::to_string(clock_);
     at::Tensor loss = losses_[0];
     for (size_t m = 1; m < losses_.size(); ++m) loss = loss + losses_[m];
     return fmt::format("{} {} {:a}", clock_, static_cast<int>(loss.scalar_type()),

@@ -1,5 +1,7 @@
 """Pipelines: parity with one process that accumulates the same micro-batches; stages that are sharded; failures."""
 
+import random
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -201,3 +203,48 @@ def test_what_does_not_fit_is_refused():
     assert [name for name, _ in deep[0].named_parameters()] == ["0.0.weight", "0.0.bias"]
     x = torch.randn(3, 6)
     assert torch.equal(deep[1](*deep[0](x)) if isinstance(deep[0](x), tuple) else deep[1](deep[0](x)), model(x))
+
+
+def random_schedule(draw, places, stages, count):
+    """Actions in any order that is possible, of stages at any places; the backwards of a stage in order."""
+    where = [*range(places), *(draw.randrange(places) for _ in range(stages - places))]
+    draw.shuffle(where)
+    whole = [draw.random() < 0.5 for _ in range(stages)]
+    left = [(part, stage, m) for stage in range(stages) for m in range(count) for part in ("FB" if whole[stage] else "FIW")]
+    done, schedule = set(), [[] for _ in range(places)]
+
+    def is_ready(action):
+        part, stage, m = action
+        if part == "F":
+            return stage == 0 or ("F", stage - 1, m) in done
+        if part == "W":
+            return ("I", stage, m) in done and (m == 0 or ("W", stage, m - 1) in done)
+        return (("F", stage, m) in done and (m == 0 or (part, stage, m - 1) in done)
+                and (stage == stages - 1 or any((each, stage + 1, m) in done for each in "BI")))
+
+    while left:
+        action = draw.choice([each for each in left if is_ready(each)])
+        left.remove(action)
+        done.add(action)
+        schedule[where[action[1]]].append(action)
+    return schedule
+
+
+@pytest.mark.parametrize("transport", ["arena", "gloo"])
+def test_schedules_of_any_order_have_the_bits_of_one_process(transport):
+    def fn():
+        meshes = tessera.stage_meshes(tessera.DeviceMesh.over_world())
+        for seed in range(20):
+            draw = random.Random(seed)
+            stages, count = 3 + draw.randrange(3), 1 + draw.randrange(5)
+            schedule = random_schedule(draw, 3, stages, count)
+            model, plain = some_model(stages), some_model(stages)
+            x, y = batch()
+            pipeline = tessera.Pipeline(cut(model), schedule, meshes, loss=loss_of)
+            assert torch.equal(pipeline.step(x, targets=y), accumulated(plain, count)), seed
+            for stage in {stage for _, stage, _ in schedule[tessera.rank()]}:
+                for own, expected in zip(model[stage].parameters(), plain[stage].parameters()):
+                    assert torch.equal(own.grad, expected.grad), (seed, stage)
+            assert pipeline.counts == tessera.check_schedule(schedule)[tessera.rank()], seed
+
+    run_ranks(3, fn, transport=transport)
