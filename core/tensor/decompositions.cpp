@@ -6,6 +6,7 @@
 #include <ATen/ops/tensor_split_native.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/util/Exception.h>
 #include <tessera/tensor/dist_tensor.h>
 #include <torch/library.h>
 
@@ -53,20 +54,28 @@ at::Tensor trace_backward(const at::Tensor& grad, c10::SymIntArrayRef sizes) {
 
 // Two that read the memory of numbers given as tensors.
 
-at::Tensor whole(const at::Tensor& numbers) {
-  return is_dist(numbers) ? full_tensor(numbers) : numbers;
+at::Tensor whole(const char* function, const char* name, const at::Tensor& numbers) {
+  if (!is_dist(numbers)) return numbers;
+  TORCH_CHECK_NOT_IMPLEMENTED(mesh_of(numbers).is_member(), "[", function,
+                              "] only ranks of the mesh can call this operator, because the sizes "
+                              "of its result depend on the values of `",
+                              name, "`; this rank is not in ", mesh_of(numbers).to_string());
+  return full_tensor(numbers);
 }
 
 at::Tensor ctc_loss(const at::Tensor& log_probs, const at::Tensor& targets,
                     const at::Tensor& input_lengths, const at::Tensor& target_lengths,
                     int64_t blank, int64_t reduction, bool zero_infinity) {
-  return at::native::ctc_loss(log_probs, targets, whole(input_lengths), whole(target_lengths),
-                              blank, reduction, zero_infinity);
+  return at::native::ctc_loss(log_probs, targets, whole("ctc_loss", "input_lengths", input_lengths),
+                              whole("ctc_loss", "target_lengths", target_lengths), blank, reduction,
+                              zero_infinity);
 }
 
 std::vector<at::Tensor> tensor_split(const at::Tensor& self, const at::Tensor& indices_or_sections,
                                      int64_t dim) {
-  return at::native::tensor_split(self, whole(indices_or_sections), dim);
+  const at::Tensor numbers =
+      whole("tensor_split", "tensor_indices_or_sections", indices_or_sections);
+  return at::native::tensor_split(self, numbers, dim);
 }
 
 }  // namespace

@@ -29,11 +29,14 @@
 #include "tensor/decompositions.h"
 #include "tensor/gradient_placement.h"
 #include "tensor/identity.h"
+#include "tensor/kernel_layouts.h"
 #include "tensor/op_plan.h"
+#include "tensor/operator_digest.h"
 #include "tensor/placed.h"
 #include "tensor/plan_key.h"
 #include "tensor/result_strides.h"
 #include "tensor/strict.h"
+#include "tensor/strided_operators.h"
 #include "tensor/view_source.h"
 
 namespace tessera {
@@ -57,8 +60,9 @@ constexpr size_t kMostPlans = 20'000;
 struct CachedPlan {
   std::optional<OpPlan> plan;
   std::vector<DistSpecPtr> keys;  // their addresses are in the key; all on one mesh
-  bool is_told = false;           // that it gathers
-  std::optional<Stack> outside;   // results without data, for ranks that are not in the mesh
+  uint64_t digest = 0;
+  bool is_told = false;          // that it gathers
+  std::optional<Stack> outside;  // results without data, for ranks that are not in the mesh
 };
 
 std::shared_ptr<CachedPlan> plan_of(const c10::OperatorHandle& op,
@@ -77,6 +81,7 @@ std::shared_ptr<CachedPlan> plan_of(const c10::OperatorHandle& op,
       if (const DistMeta* meta = find_dist_meta(tensor)) made->keys.push_back(meta->spec);
     });
   }
+  made->digest = digest_of(op, arguments, made->plan);
   if (!is_complete) return made;
   if (plans.size() >= kMostPlans) plans.clear();
   plans.emplace(key, made);
@@ -223,25 +228,6 @@ void call_planned(const c10::OperatorHandle& op, const OpPlan& plan, Stack* stac
   });
 }
 
-// For an operator that reads strides: `part`, in memory laid out as that of `tensor` would be.
-at::Tensor laid_out_as(const at::Tensor& tensor, const at::Tensor& part) {
-  if (part.strides() == tensor.strides()) return part;
-  return with_marks_of(
-      part, at::empty_strided(tensor.sizes(), tensor.strides(), part.options()).copy_(part));
-}
-
-// The storage offset differs between the global tensor and the part.
-void shift_offset(const c10::FunctionSchema& schema, const at::Tensor& tensor, Stack& local) {
-  if (schema.name() != "aten::as_strided") return;
-  const int64_t asked = local[3].isNone() ? tensor.storage_offset() : local[3].toInt();
-  const int64_t offset = asked - tensor.storage_offset();
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      offset >= 0,
-      "[aten::as_strided] a view of a DistTensor must not begin before it; got storage offset ",
-      asked, " of a tensor that begins at ", tensor.storage_offset());
-  local[3] = offset + local[0].toTensor().storage_offset();
-}
-
 void push_whole_views(const DistSpecPtr& whole, const at::Tensor& base, const at::Tensor& given,
                       const Stack& results, Stack* stack) {
   const ModeOf mode(base);
@@ -294,13 +280,13 @@ void call_replicated(const c10::OperatorHandle& op, const DeviceMesh& mesh, Stac
         check_rows_known(schema, *find_dist_meta(tensor), part);
         written.emplace_back(tensor, part);
       }
-      if (is_view) return laid_out_as(tensor, part);
+      if (is_view || takes_strides(schema)) return laid_out_as(tensor, part);
       return alias ? part : ordered_as(tensor, part);
     }));
   }
+  shift_offset(schema, arguments, local);
   if (is_view) {
     const at::Tensor base = arguments[0].toTensor(), given = local[0].toTensor();
-    shift_offset(schema, base, local);
     op.callBoxed(local);
     return push_whole_views(whole, base, given, local, stack);
   }
@@ -336,6 +322,8 @@ void call_outside(const c10::OperatorHandle& op, const DeviceMesh& mesh, const O
                   std::optional<Stack>& results, Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const Stack arguments = torch::jit::pop(*stack, schema.arguments().size());
+  check_known_outside(op, arguments, mesh);
+  check_own_elements(schema, arguments);
   if (plan) reduce_gradients_of(*plan, arguments);
   const DistSpecPtr whole = intern(mesh, replicated(mesh));
   const c10::Device device = device_of(arguments);
@@ -344,18 +332,15 @@ void call_outside(const c10::OperatorHandle& op, const DeviceMesh& mesh, const O
       returns_views(schema) && arguments[0].isTensor() && find_dist_meta(arguments[0].toTensor());
   push_results(schema, arguments, stack, [&](size_t i, size_t& output) {
     if (plan && std::ranges::binary_search(plan->unwanted, i)) return c10::IValue(at::Tensor());
-    if (!results) results = run_on_meta(op, arguments);
+    const RuleEntry* const rule = find_rule(schema);
+    if (!results && !(rule && rule->knows_sizes)) results = run_on_meta(op, arguments);
     if (!results) results = run_on_constants(op, arguments);
-    const c10::IValue& result = (*results)[i];
-    TORCH_CHECK_NOT_IMPLEMENTED(result.isTensor() || result.isTensorList(), "[", schema.name(),
-                                "] only ranks of the mesh can call this operator, because it "
-                                "returns a value that is not a tensor; this rank is not in ",
-                                mesh.to_string());
-    return map_tensors(result, [&](const at::Tensor& like) {
+    return map_tensors((*results)[i], [&](const at::Tensor& like) {
       const at::Tensor part = with_marks_of(like, at::empty({0}, like.options().device(device)));
       const OpPlan::Output* const planned = plan ? &plan->outputs[output++] : nullptr;
-      const at::Tensor made = make_dist(part, planned ? planned->spec : whole, like.sizes(),
-                                        planned ? planned->strides : like.strides());
+      const at::Tensor made = planned
+                                  ? make_dist(part, planned->spec, planned->sizes, planned->strides)
+                                  : make_dist(part, whole, like.sizes(), like.strides());
       is_view ? reduce_once(made, arguments[0].toTensor()) : reduce_once(made);
       return made;
     });
@@ -372,6 +357,7 @@ void dist_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stac
   const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
   place_gradients_of(arguments);
   const auto cached = plan_of(op, arguments);
+  note_call(cached->digest);
   const DeviceMesh& mesh = cached->keys.front()->mesh;
   const IdentityScope identity(op, arguments);
   at::AutoDispatchBelowADInplaceOrView below;
@@ -444,7 +430,11 @@ class DecomposingKernel final : public c10::OperatorKernel {
       const IdentityScope identity(op, arguments);
       at::AutoDispatchBelowADInplaceOrView below;
       const Stack before = arguments.vec();
-      if (entry_.decompose(op, *stack)) return lay_out(op, before, *stack);
+      const DecomposedDigest digest;
+      if (entry_.decompose(op, *stack)) {
+        digest.note(op, *stack);
+        return lay_out(op, before, *stack);
+      }
     }
     dist_kernel(op, keys, stack);
   }
@@ -493,6 +483,7 @@ void register_dist_operators() {
   static std::once_flag once;
   std::call_once(once, [] {
     register_composites();
+    check_kernel_layouts();
     set_module_of_operators(&last_module);
     static auto* const library = new torch::Library(
         torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse3, __FILE__, __LINE__);

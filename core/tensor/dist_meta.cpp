@@ -38,6 +38,10 @@ at::Tensor make_with(c10::intrusive_ptr<DistMeta> meta, at::IntArrayRef sizes,
   const at::Tensor& local = meta->local;
   TORCH_INTERNAL_ASSERT(!local.requires_grad() && !find_dist_meta(local));
   meta->identity = next_identity(*meta->spec, meta->parameter.get());
+  TORCH_CHECK_NOT_IMPLEMENTED(local.layout() == at::kStrided,
+                              "[tessera] a DistTensor must be dense; expected parts of layout "
+                              "Strided, got ",
+                              local.layout(), ". Make such tensors of to_local() or full_tensor()");
   constexpr c10::DispatchKeySet kOwnKeys({c10::DispatchKey::PrivateUse3,
                                           c10::DispatchKey::AutogradPrivateUse3,
                                           c10::DispatchKey::ADInplaceOrView});

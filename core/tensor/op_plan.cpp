@@ -317,9 +317,10 @@ std::vector<size_t> unwanted_results(const OpCall& call) {
 
 // Outputs of the operator on tensors without data; nullopt where LibTorch can't compute them.
 std::optional<std::vector<at::Tensor>> outputs_on_meta(const c10::OperatorHandle& op,
+                                                       const RuleEntry& entry,
                                                        at::ArrayRef<c10::IValue> arguments,
                                                        const std::vector<size_t>& unwanted) {
-  const auto results = run_on_meta(op, arguments);
+  const auto results = entry.knows_sizes ? std::nullopt : run_on_meta(op, arguments);
   if (!results) return std::nullopt;
   std::vector<at::Tensor> outputs;
   for (size_t i = 0; i < results->size(); ++i) {
@@ -380,7 +381,7 @@ bool describe_outputs(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> a
                       const RuleEntry& entry, const std::vector<PlacedInput>& inputs, OpCall& call,
                       OpPlan& plan) {
   plan.unwanted = unwanted_results(call);
-  if (const auto outputs = outputs_on_meta(op, arguments, plan.unwanted)) {
+  if (const auto outputs = outputs_on_meta(op, entry, arguments, plan.unwanted)) {
     for (const at::Tensor& output : *outputs) {
       call.outputs.push_back(info_of(output));
       plan.outputs.push_back(
@@ -468,7 +469,6 @@ std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::I
   if (!entry) return std::nullopt;
   const auto seen = is_elementwise(*entry) ? without_reals(arguments) : arguments.vec();
   OpCall call{{schema, seen}};
-  call.ranks = mesh.size();
   const auto inputs = collect_inputs(schema, arguments, mesh, call.first_input);
   for (const PlacedInput& input : inputs) call.inputs.push_back(info_of(input.tensor));
   OpPlan plan;

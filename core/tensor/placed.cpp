@@ -7,6 +7,7 @@
 #include <memory>
 #include <utility>
 
+#include "base/dispatch/dry_run.h"
 #include "base/dispatch/each_tensor.h"
 #include "tensor/redistribute.h"
 #include "tensor/view_source.h"
@@ -124,6 +125,20 @@ std::optional<size_t> written_index(const c10::FunctionSchema& schema, size_t re
     if (own && own->isWrite() && own->beforeSets() == alias->beforeSets()) return i;
   }
   return std::nullopt;
+}
+
+void check_known_outside(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments,
+                         const DeviceMesh& mesh) {
+  const bool are_tensors = std::ranges::all_of(op.schema().returns(), [](const auto& result) {
+    return result.type()->isSubtypeOf(*c10::TensorType::get()) ||
+           result.type()->isSubtypeOf(*c10::ListType::ofTensors());
+  });
+  TORCH_CHECK_NOT_IMPLEMENTED(are_tensors && !has_sizes_by_values(op, arguments), "[",
+                              op.schema().name(),
+                              "] only ranks of the mesh can call this operator, because ",
+                              are_tensors ? "the sizes of its result depend on values"
+                                          : "it returns a value that is not a tensor",
+                              "; this rank is not in ", mesh.to_string());
 }
 
 }  // namespace tessera

@@ -59,6 +59,11 @@ class KeepTerms {
 const DeviceMesh& mesh_of_arguments(const c10::OperatorHandle& op,
                                     at::ArrayRef<c10::IValue> arguments);
 
+/// Throws `c10::NotImplementedError` if the results of a call have numbers, or sizes, that a rank
+/// outside of `mesh` can't know, since they depend on values.
+void check_known_outside(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments,
+                         const DeviceMesh& mesh);
+
 /// Returns the device of an operator's tensors; the CPU if it has none.
 c10::Device device_of(at::ArrayRef<c10::IValue> arguments);
 

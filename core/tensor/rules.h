@@ -50,16 +50,19 @@ struct RuleEntry {
   /// this rank's part of the output. The operator is not called, as it would see the sizes of the
   /// part.
   bool reshapes = false;
+  /// `sizes` counts even where LibTorch can compute the operator on tensors without data: its
+  /// function for these gives other sizes than the kernel, or refuses what the kernel takes.
+  bool knows_sizes = false;
 };
 
 /// A pending sum.
 inline constexpr Partial kSum{PartialOp::kSum};
 
-/// Returns the entries, with `splits` set for those that have no local kernel.
+/// Returns the entries, with `splits` set also for those that have no local kernel.
 template <size_t N>
 constexpr std::array<RuleEntry, N> with_splits(const RuleEntry (&entries)[N]) {
   std::array<RuleEntry, N> result = std::to_array(entries);
-  for (RuleEntry& entry : result) entry.splits = !entry.local;
+  for (RuleEntry& entry : result) entry.splits |= !entry.local;
   return result;
 }
 

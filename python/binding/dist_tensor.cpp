@@ -161,6 +161,8 @@ void bind_debug(py::module_& module) {
       .def("enter", [](Strict& scope, bool strict) { scope.enter(strict); })
       .def("exit", &Strict::exit);
 
+  module.def("operator_digest", &operator_digest);
+
   using Debug = Entered<CommDebug>;
   py::class_<Debug>(module, "CommDebug")
       .def(py::init())

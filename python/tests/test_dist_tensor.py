@@ -109,6 +109,28 @@ def test_sizes_that_depend_on_values(ranks):
     assert all(ranks(2, _masks))
 
 
+def _grouped_products():
+    """PyTorch's function for tensors without data refuses all dtypes but one."""
+    mesh = DeviceMesh([0, 1])
+    ends = torch.tensor([1, 4, 6], dtype=torch.int32)
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = torch.ones(6, 16, dtype=dtype), torch.arange(3 * 16 * 24.0).remainder(5).view(3, 16, 24).to(dtype)
+        expected = torch.nn.functional.grouped_mm(a, b, offs=ends)
+        for where in (Shard(0), Shard(1), Shard(2), Replicate()):
+            placed = tessera.distribute(b, mesh, [where]).requires_grad_()
+            result = torch.nn.functional.grouped_mm(tessera.distribute(a, mesh, [Replicate()]), placed, offs=ends)
+            (result * tessera.distribute(torch.ones_like(expected), mesh, [Replicate()])).sum().backward()
+            assert result.shape == expected.shape and placed.grad.shape == b.shape
+            if mesh.is_member():
+                assert torch.equal(tessera.full_tensor(result.detach()), expected)
+                assert torch.equal(tessera.full_tensor(placed.grad)[:, 0, 0], torch.tensor([1, 3, 2], dtype=dtype))
+    return True
+
+
+def test_grouped_products(ranks):
+    assert all(ranks(3, _grouped_products))
+
+
 def _some_gradients():
     # PyTorch's decompositions return gradients that nobody asked for.
     mesh = DeviceMesh.over_world()

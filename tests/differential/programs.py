@@ -237,9 +237,11 @@ class Value:
 
 @dataclass
 class Outcome:
-    """`errors`: by the number of the line that raised. `values`: of each name that is a tensor, and of its gradient."""
+    """`errors`: by the number of the line that raised. `values`: of each name that is a tensor, and of its gradient. `digest`: of
+    the operators' plans on a rank."""
     errors: dict[int, str] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
+    digest: int = 0
 
 
 def run(program: Program, kind: type, expected: frozenset = frozenset()) -> Outcome:
@@ -249,6 +251,7 @@ def run(program: Program, kind: type, expected: frozenset = frozenset()) -> Outc
     if distributed and not (program.everyone or world.meshes["mesh"].is_member()):
         return outcome
     env = scope(world)
+    tessera._C.operator_digest()  # begins anew
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for number, line in enumerate(program.lines):
@@ -258,6 +261,7 @@ def run(program: Program, kind: type, expected: frozenset = frozenset()) -> Outc
                 outcome.errors[number] = f"{type(error).__name__}: {error}"
                 if distributed and number not in expected:
                     return outcome
+        outcome.digest = tessera._C.operator_digest()
         for name, tensor in _tensors(program, env).items():
             # The gradient of an intermediate value may be an ordinary tensor, which ranks outside of the mesh do not know.
             outcome.values[name] = Value.of(tensor, seen=_is_known(env[name.removesuffix(".grad")]))

@@ -38,7 +38,7 @@ def _ready() -> None:
 
 def _serve(rank: int, size: int, port: int, transport: str, timeout: float, pipe) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TESSERA_CHECK_LAYOUTS="1")
     torch.set_num_threads(1)  # sums have one order
     tessera.init(transport=transport, timeout=timeout)
     while True:

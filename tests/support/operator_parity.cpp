@@ -131,12 +131,19 @@ struct Expected {
   Tensors gradients;
 };
 
+// A tensor with one more dim: next to each element in memory lies another number.
+at::Tensor beside_others(const at::Tensor& tensor) {
+  return torch::stack({tensor, torch::full_like(tensor, 77)}, -1);
+}
+
 Tensors distributed_inputs(const OperatorCase& test, const DeviceMesh& mesh,
-                           const std::vector<Placements>& placements) {
+                           const std::vector<Placements>& placements, bool are_strided = false) {
   Tensors inputs = make_inputs(test);
   for (size_t i = 0; i < inputs.size(); ++i) {
-    inputs[i] = distribute(inputs[i].requires_grad_(test.differentiable), mesh, placements[i]);
+    inputs[i] = distribute(are_strided ? beside_others(inputs[i]) : inputs[i], mesh, placements[i]);
     spread_terms(inputs[i], mesh);
+    if (are_strided) inputs[i] = inputs[i].select(-1, 0).detach();
+    inputs[i].requires_grad_(test.differentiable);
   }
   return inputs;
 }
@@ -152,13 +159,14 @@ void expect_gradients(const Tensors& gradients, const Tensors& expected) {
 // For a rank outside of the mesh, where the result depends on values.
 const std::string kNotKnown = "not known";
 
-// Placements of the gradient of the output. Where all inputs are whole these are all that there
-// are; else one after the other.
+// Placements of the gradient of the output. Where all inputs are whole, or if `every` says so,
+// these are all that there are; else one after the other.
 std::vector<Placements> gradient_placements(const at::Tensor& output, const DeviceMesh& mesh,
-                                            size_t combination) {
+                                            size_t combination, bool every) {
   const auto all = choices(output.sizes().vec(), mesh);
+  const size_t count = combination == 0 || every ? all.size() : 1;
   std::vector<Placements> result;
-  for (size_t i = combination; i < combination + (combination == 0 ? all.size() : 1); ++i) {
+  for (size_t i = combination; i < combination + count; ++i) {
     result.emplace_back();
     for (int64_t d = 0; d < mesh.ndim(); ++d) result.back().push_back(all[(i + d) % all.size()]);
   }
@@ -169,11 +177,14 @@ std::vector<Placements> gradient_placements(const at::Tensor& output, const Devi
 // of the outputs and gradients, which ranks outside of the mesh must know as well.
 std::string expect_as_plain(const OperatorCase& test, const DeviceMesh& mesh,
                             const Expected& expected, const std::vector<Placements>& placements,
-                            size_t combination) {
+                            size_t combination, bool every) {
   std::string told;
-  for (const Placements& of_gradient : gradient_placements(expected.output, mesh, combination)) {
+  bool are_strided = false;
+  for (const Placements& of_gradient :
+       gradient_placements(expected.output, mesh, combination, every)) {
     SCOPED_TRACE("gradient " + to_string(of_gradient));
-    const Tensors inputs = distributed_inputs(test, mesh, placements);
+    const Tensors inputs = distributed_inputs(test, mesh, placements, are_strided);
+    if (every && test.takes_strided) are_strided = !are_strided;
     const at::Tensor output = test.run(inputs);
     TORCH_CHECK(is_dist(output), test.name);
     // Of some operators only the values tell the sizes.
@@ -204,7 +215,9 @@ std::vector<std::string> expect_as_plain(const OperatorCase& test, const DeviceM
     for (const Placements& some : placements) text.append(" ").append(to_string(some));
     SCOPED_TRACE(text);
     try {
-      told.push_back(text + ": " + expect_as_plain(test, mesh, expected, placements, n));
+      told.push_back(text + ": " +
+                     expect_as_plain(test, mesh, expected, placements, n,
+                                     combinations == Combinations::kEvery));
     } catch (const c10::Error&) {
       if (mesh.is_member()) throw;
       told.push_back(kNotKnown);
@@ -273,6 +286,26 @@ void expect_as_plain(const std::vector<OperatorCase>& cases, const std::vector<i
       EXPECT_EQ(own[i], told[0][i]);
     }
   }
+}
+
+void expect_rule(const std::string& name,
+                 const std::vector<std::vector<std::vector<int64_t>>>& samples,
+                 const std::function<at::Tensor(const Tensors&)>& run) {
+  std::vector<OperatorCase> cases;
+  for (const auto& sizes : samples) {
+    OperatorCase test{name, sizes, run};
+    Tensors inputs = make_inputs(test);
+    for (at::Tensor& input : inputs) input.requires_grad_();
+    test.differentiable = run(inputs).requires_grad();
+    for (at::Tensor& input : inputs) input = beside_others(input.detach()).select(-1, 0);
+    try {
+      run(inputs);
+    } catch (const c10::Error&) {
+      test.takes_strided = false;
+    }
+    cases.push_back(std::move(test));
+  }
+  for (const int64_t ranks : {2, 3}) expect_as_plain(cases, {ranks}, Combinations::kEvery);
 }
 
 void expect_quiet(const std::vector<QuietCase>& cases) {

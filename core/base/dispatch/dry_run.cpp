@@ -3,7 +3,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 
 #include <string_view>
@@ -32,12 +31,12 @@ at::Tensor on_meta(const at::Tensor& tensor) {
 at::Tensor as_constants(const at::Tensor& tensor) {
   if (is_number(tensor)) return tensor;
   const bool may_be_index = c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true);
-  return at::full(tensor.sizes(), may_be_index ? 0 : 1,
-                  at::TensorOptions().dtype(tensor.scalar_type()));
+  return at::empty_strided(tensor.sizes(), tensor.strides(), at::dtype(tensor.scalar_type()))
+      .fill_(may_be_index ? 0 : 1);
 }
 
-// True for operators whose result sizes depend on values. For some of them, PyTorch's Python
-// package registers meta functions that raise Python errors.
+}  // namespace
+
 bool has_sizes_by_values(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments) {
   if (!op.hasTag(at::Tag::dynamic_output_shape)) return false;
   if (op.schema().name() != "aten::index") return true;
@@ -48,11 +47,12 @@ bool has_sizes_by_values(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue
   return has_mask;
 }
 
-}  // namespace
-
 std::optional<Stack> run_on_meta(const c10::OperatorHandle& op,
                                  at::ArrayRef<c10::IValue> arguments) {
-  if (has_sizes_by_values(op, arguments)) return std::nullopt;
+  // For some of these, PyTorch's Python package registers meta functions that raise Python errors;
+  // that of a grouped product refuses all dtypes but one.
+  if (has_sizes_by_values(op, arguments) || op.schema().name() == "aten::_grouped_mm")
+    return std::nullopt;
   Stack stack;
   for (const c10::IValue& argument : arguments)
     stack.push_back(argument.isDevice() ? c10::IValue(c10::Device(c10::kMeta))

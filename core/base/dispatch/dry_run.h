@@ -7,6 +7,9 @@
 
 namespace tessera {
 
+/// True for a call whose results' sizes depend on values of tensors, such as an index by a mask.
+bool has_sizes_by_values(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments);
+
 /// Runs an operator on meta tensors like the tensors among `arguments` and returns its results:
 /// sizes, strides and dtypes are right, and wrong arguments raise the operator's own errors.
 /// Nullopt where LibTorch can't run the operator on meta tensors.

@@ -153,7 +153,7 @@ std::vector<RuleEntry> make_loss_rules() {
     rules.push_back({name, elementwise_loss, loss_sizes});
   for (const auto name : {"mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward",
                           "soft_margin_loss_backward", "binary_cross_entropy_backward"})
-    rules.push_back({name, elementwise_loss_backward, like_self});
+    rules.push_back({name, elementwise_loss_backward, broadcast_sizes});
   for (RuleEntry& rule : rules) rule.splits = true;
   return rules;
 }

@@ -1,3 +1,9 @@
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstdint>
+
 #include "tensor/rules.h"
 
 namespace tessera {
@@ -100,6 +106,57 @@ Strategies grouped_mm(const OpCall& call) {
   return ways;
 }
 
+// The kernel takes matrices whose rows, or columns, begin at multiples of these bytes.
+constexpr int64_t kAlignment = 16;
+
+bool has_columns(const at::Tensor& x) {
+  return x.stride(-2) == 1 && x.stride(-1) >= std::max<int64_t>(x.size(-2), 1);
+}
+
+bool is_aligned(const at::Tensor& x) {
+  const int64_t across = x.stride(has_columns(x) ? -1 : -2);
+  const bool has_either =
+      has_columns(x) || (x.stride(-1) == 1 && across >= std::max<int64_t>(x.size(-1), 1));
+  return has_either && across * x.element_size() % kAlignment == 0;
+}
+
+// Checks the whole factors: parts may fit on some ranks where these don't.
+std::vector<TensorInfo> grouped_mm_sizes(const OpCall& call) {
+  const at::Tensor a = call.argument("self").toTensor(), b = call.argument("mat2").toTensor();
+  const int64_t groups = call.input("offs") < 0 ? 0 : call.argument("offs").toTensor().numel();
+  const auto has_dims = [](const at::Tensor& x) { return x.dim() == 2 || x.dim() == 3; };
+  const bool both = has_dims(a) && has_dims(b);
+  const int64_t of_a = both && a.dim() == 3 ? a.size(0) : groups;
+  const int64_t of_b = both && b.dim() == 3 ? b.size(0) : groups;
+  TORCH_CHECK_VALUE(
+      both && a.size(-1) == b.size(-2) && of_a == of_b && is_aligned(a) && is_aligned(b),
+      "[_grouped_mm] factors must have 2 dims, of which `offs` says the groups, or 3 with as many "
+      "groups, the same summed dim, and rows or columns that are multiples of ",
+      kAlignment, " bytes; got sizes ", a.sizes(), " and ", b.sizes(), ", strides ", a.strides(),
+      " and ", b.strides(), ", ", groups, " groups by `offs`");
+  TensorInfo output{{a.size(-2), b.size(-1)}};
+  if (a.dim() == b.dim()) output.sizes.insert(output.sizes.begin(), of_a);
+  return {output};
+}
+
+// Rows of a part may begin anywhere.
+at::Tensor aligned(const at::Tensor& part) {
+  const bool begins = reinterpret_cast<uintptr_t>(part.const_data_ptr()) % kAlignment == 0;
+  if (is_aligned(part) && begins) return part;
+  const at::Tensor rows = has_columns(part) ? part.mT() : part;
+  const int64_t step = kAlignment / part.element_size();
+  auto sizes = rows.sizes().vec();
+  sizes.back() = (sizes.back() / step + 1) * step;
+  const at::Tensor made = at::empty(sizes, part.options()).narrow(-1, 0, rows.size(-1)).copy_(rows);
+  return has_columns(part) ? made.mT() : made;
+}
+
+void local_grouped_mm(const c10::OperatorHandle& op, const std::vector<LocalPart>&,
+                      torch::jit::Stack& stack) {
+  for (const size_t factor : {0, 1}) stack[factor] = aligned(stack[factor].toTensor());
+  op.callBoxed(stack);
+}
+
 std::vector<TensorInfo> mv_sizes(const OpCall& call) { return {{{call.inputs[0].sizes[0]}}}; }
 std::vector<TensorInfo> addr_sizes(const OpCall& call) {
   return {{{call.inputs[1].sizes[0], call.inputs[2].sizes[0]}}};
@@ -114,7 +171,12 @@ constexpr auto kMatrixRules = with_splits({
     {"baddbmm", baddbmm},
     {"baddbmm_", baddbmm},
     {"_scaled_mm", scaled_mm},
-    {"_grouped_mm", grouped_mm},
+    {.name = "_grouped_mm",
+     .rule = grouped_mm,
+     .sizes = grouped_mm_sizes,
+     .local = local_grouped_mm,
+     .splits = true,
+     .knows_sizes = true},
     {"mv", mv, mv_sizes},
     {"addmv", addmv},
     {"dot", dot, dot_sizes},

@@ -138,7 +138,8 @@ bool is_in_training(const OpCall& call) {
 }
 
 std::vector<TensorInfo> batch_norm_sizes(const OpCall& call) {
-  const int64_t channels = is_in_training(call) ? call.inputs[0].sizes[1] : 0;
+  const bool is_empty = !is_in_training(call) && call.argument("input").toTensor().is_cpu();
+  const int64_t channels = is_empty ? 0 : call.inputs[0].sizes[1];
   return {call.inputs[0], {{channels}}, {{channels}}};
 }
 
@@ -156,7 +157,9 @@ Strategies batch_norm(const OpCall& call) {
   Strategies ways;
   for (int64_t d = 0; d < call.inputs[0].ndim(); ++d) {
     if (is_in_training(call) || !call.reaches_all(call.inputs[0].sizes[d])) continue;
-    ways.push_back({batch_norm_inputs(call, d, {}), {Shard{d}, Replicate{}, Replicate{}}});
+    const bool has_own = d == 1 && call.outputs[1].sizes[0] > 0;
+    const Placement statistics = has_own ? Placement(Shard{0}) : Replicate{};
+    ways.push_back({batch_norm_inputs(call, d, {}), {Shard{d}, statistics, statistics}});
   }
   return ways;
 }
@@ -191,9 +194,18 @@ constexpr auto kNormalizationRules = with_splits({
      .rule = group_norm_backward,
      .sizes = group_norm_backward_sizes,
      .local = local_group_norm},
-    {"native_batch_norm", batch_norm, batch_norm_sizes},
-    {"_native_batch_norm_legit", batch_norm, batch_norm_sizes},
-    {"_native_batch_norm_legit_no_training", batch_norm, batch_norm_sizes},
+    {.name = "native_batch_norm",
+     .rule = batch_norm,
+     .sizes = batch_norm_sizes,
+     .knows_sizes = true},
+    {.name = "_native_batch_norm_legit",
+     .rule = batch_norm,
+     .sizes = batch_norm_sizes,
+     .knows_sizes = true},
+    {.name = "_native_batch_norm_legit_no_training",
+     .rule = batch_norm,
+     .sizes = batch_norm_sizes,
+     .knows_sizes = true},
     {"native_batch_norm_backward", batch_norm_backward, batch_norm_backward_sizes},
 });
 

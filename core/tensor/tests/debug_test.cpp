@@ -7,7 +7,9 @@
 #include <torch/torch.h>
 
 #include <atomic>
+#include <functional>
 #include <sstream>
+#include <vector>
 
 #include "support/error_of.h"
 #include "support/run_world.h"
@@ -31,6 +33,41 @@ struct OddImpl : nn::Module {
   at::Tensor forward(const at::Tensor& x) { return torch::renorm(fc(x), 2, 0, 1); }
   nn::Linear fc = register_module("fc", nn::Linear(4, 3));
 };
+
+// What each of 3 ranks has called; the mesh has ranks 0 and 2.
+std::vector<uint64_t> digests(const std::function<void(const at::Tensor&, int rank)>& program,
+                              const Placement& placement) {
+  std::vector<uint64_t> found(3);
+  run_world(3, [&](World& world) {
+    const at::Tensor x = distribute(numbers({5, 4}), DeviceMesh({2}, {2, 0}), {placement});
+    operator_digest();
+    program(x.requires_grad_(), world.rank());
+    found[world.rank()] = operator_digest();
+    EXPECT_EQ(operator_digest(), 0U);
+  });
+  return found;
+}
+
+TEST(OperatorDigest, IsEqualOnRanksThatRunTheSameProgram) {
+  const auto program = [](const at::Tensor& x, int) {
+    const at::Tensor y = torch::softmax(x.t().matmul(x), 0);
+    torch::mse_loss(y.exp(), y.var(0)).backward();
+    const torch::NoGradGuard no_grad;
+    x.select(0, 1).mul_(2);
+    torch::_foreach_add({x}, 1.0);
+  };
+  const auto rows = digests(program, Shard{0}), columns = digests(program, Shard{1});
+  EXPECT_EQ(rows, std::vector<uint64_t>(3, rows[0]));
+  EXPECT_EQ(columns, std::vector<uint64_t>(3, columns[0]));
+  EXPECT_NE(rows[0], columns[0]);
+}
+
+TEST(OperatorDigest, DiffersWhereARankCallsAnotherOperator) {
+  const auto found =
+      digests([](const at::Tensor& x, int rank) { rank == 1 ? x.sin() : x.cos(); }, Shard{0});
+  EXPECT_EQ(found[0], found[2]);
+  EXPECT_NE(found[0], found[1]);
+}
 
 TEST(StrictOperators, AnOperatorWithoutARuleNamesItselfAndItsModule) {
   run_world(2, [](World&) {

@@ -403,6 +403,62 @@ TEST(DistOutsideTheMesh, BackwardsCrossMeshesFromDecomposedOperators) {
   });
 }
 
+// What values tell is not made up.
+TEST(DistOutsideTheMesh, ResultsThatDependOnValuesAreErrors) {
+  run_world(3, [](World&) {
+    const DeviceMesh mesh({2}, {0, 2});
+    const at::Tensor x = distribute(numbers({6, 4}), mesh, {Shard{0}});
+    const at::Tensor two = distribute(on_test_device(torch::tensor(2)), mesh, {});
+    const auto expect = [&](const std::function<void()>& call, const std::string& text) {
+      const std::string error = testing::error_of<c10::NotImplementedError>(call);
+      testing::expect_contains(error, {mesh.is_member() ? "no error" : text});
+    };
+    const std::string sizes = "the sizes of its result depend on";
+    expect([&] { x.masked_select(x > 2); }, "[aten::masked_select] only ranks of the mesh");
+    expect([&] { x.index({x > 2}); }, sizes);
+    expect([&] { x.nonzero(); }, sizes);
+    expect([&] { x.tensor_split(two.cpu()); }, "[tensor_split] only ranks of the mesh");
+    expect([&] { x.sum().item(); }, "it returns a value that is not a tensor");
+  });
+}
+
+// A rank has no memory between the elements, and would show what happens to lie in its own.
+TEST(DistViews, DoNotShowMemoryBetweenElements) {
+  run_world(3, [](World&) {
+    const DeviceMesh mesh({2}, {0, 2});
+    for (const Placement& placement : {Placement(Replicate{}), Placement(Shard{0})}) {
+      const at::Tensor plain = numbers({4, 6}).slice(1, 0, 6, 2);
+      const at::Tensor dist = distribute(numbers({4, 6}), mesh, {placement}).slice(1, 0, 6, 2);
+      for (const auto& call : std::vector<std::function<at::Tensor(const at::Tensor&)>>{
+               [](const at::Tensor& x) {
+                 return x.as_strided({2, 2}, {6, 4}, 2);
+               },
+               [](const at::Tensor& x) {
+                 return torch::as_strided_copy(x, {3, 2}, {6, 2});
+               },
+               [](const at::Tensor& x) {
+                 return torch::as_strided_scatter(x, x.slice(0, 0, 2), {2, 3}, {12, 2});
+               }})
+        if (mesh.is_member()) expect_equal(call(dist), call(plain), to_string({placement}));
+      const auto error = [&](int64_t stride, int64_t offset) {
+        return testing::error_of<c10::NotImplementedError>([&] {
+          torch::as_strided_copy(dist, {2, 2}, {6, stride}, offset);
+        });
+      };
+      testing::expect_contains(error(1, 0), {"can show its own elements alone", "strides [6, 2]"});
+      testing::expect_contains(error(2, 1), {"1 elements behind the start"});
+    }
+  });
+}
+
+TEST(DistTensors, AreDense) {
+  run_world(3, [](World&) {
+    const at::Tensor x = distribute(numbers({4, 6}), DeviceMesh({2}, {0, 2}), {Shard{0}});
+    testing::expect_contains(testing::error_of<c10::NotImplementedError>([&] { x.to_sparse(); }),
+                             {"must be dense", "got Sparse", "full_tensor()"});
+  });
+}
+
 TEST(DistOutsideTheMesh, ModulesTrain) {
   run_world(3, [](World&) {
     const DeviceMesh mesh({2}, {0, 2});

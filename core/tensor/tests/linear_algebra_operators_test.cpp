@@ -159,6 +159,14 @@ TEST(LinearAlgebra, OfACutBatchSendsNoElements) {
   expect_quiet(quiet);
 }
 
+TEST(LinearAlgebra, ReflectionsHaveGradients) {
+  EXPECT_RULE(torch::linalg_householder_product(x[0] * 0.3, x[1]), {{3, 4, 2}, {3, 2}},
+              {{5, 3}, {3}});
+  EXPECT_RULE(torch::ormqr(x[0] * 0.3, x[1], x[2]), {{5, 3}, {3}, {5, 2}});
+  EXPECT_RULE(torch::ormqr(x[0].detach() * 0.3, x[1].detach(), x[2], /*left=*/false, true),
+              {{4, 3}, {3}, {2, 4}});
+}
+
 TEST(LinearAlgebra, AMatrixThatCantBeFactorizedIsAnErrorOnAllRanks) {
   run_world(2, [](World&) {
     at::Tensor plain = torch::eye(3).repeat({4, 1, 1});

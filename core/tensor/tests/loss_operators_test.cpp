@@ -177,6 +177,13 @@ TEST(Losses, RefuseTargetsOutsideOfAVocabularyThatIsCut) {
   });
 }
 
+// The gradient of the smaller one has the sizes of both until autograd sums it up.
+TEST(Losses, OfTensorsThatBroadcast) {
+  EXPECT_RULE(torch::mse_loss(x[0], x[1]), {{5, 4}, {4}}, {{4}, {5, 4}});
+  EXPECT_RULE(torch::smooth_l1_loss(x[0], x[1], at::Reduction::None), {{5, 4}, {5, 1}});
+  EXPECT_RULE(torch::huber_loss(x[0], x[1], at::Reduction::Sum), {{5, 4}, {4}});
+}
+
 TEST(Losses, OfTargetsThatAreAllIgnoredAreNotNumbers) {
   run_world(2, [](World&) {
     const auto mesh = DeviceMesh::over_world();

@@ -142,6 +142,25 @@ TEST(Normalizations, OfShortDtypesAreAsExactAsOneProcess) {
   });
 }
 
+// On the CPU there are none, and a rank outside of the mesh knows that.
+TEST(Normalizations, InEvaluationReturnStatisticsOfTheSizesOfOneProcess) {
+  run_world(3, [](World&) {
+    const at::Tensor x = on_test_device((torch::arange(60.) / 7).view({5, 4, 3}));
+    const at::Tensor ones = on_test_device(torch::ones({4}));
+    const auto run = [&](const at::Tensor& input) {
+      return std::get<1>(torch::native_batch_norm(input, ones, ones, ones, ones, false, 0.1, 1e-5));
+    };
+    const DeviceMesh mesh({2}, {0, 1});
+    for (const Placement& placement : {Placement(Shard{0}), Placement(Shard{1})})
+      EXPECT_EQ(run(distribute(x, mesh, {placement})).sizes(), run(x).sizes());
+    // One that is written to and can't be placed anew: all ranks compute on whole tensors.
+    at::Tensor cut = distribute(ones, mesh, {Shard{0}}), other = cut.clone();
+    const auto with_cut = torch::_native_batch_norm_legit(distribute(x, mesh, {Shard{0}}), ones,
+                                                          ones, cut, other, false, 0.1, 1e-5);
+    EXPECT_EQ(std::get<1>(with_cut).sizes(), run(x).sizes());
+  });
+}
+
 TEST(Normalizations, StatisticsHaveTheDtypesOfOneProcess) {
   run_world(2, [](World&) {
     const at::Tensor x = on_test_device((torch::arange(60.) / 7).view({5, 4, 3}).to(at::kBFloat16));

@@ -1,5 +1,6 @@
 // Rules that users register for operators of their own.
 
+#include <gtest/gtest-spi.h>
 #include <gtest/gtest.h>
 #include <tessera/comm/comm_debug.h>
 #include <tessera/tensor/dist_debug.h>
@@ -9,6 +10,7 @@
 #include <torch/torch.h>
 
 #include "support/error_of.h"
+#include "support/operator_parity.h"
 #include "support/run_world.h"
 #include "support/test_device.h"
 
@@ -19,10 +21,12 @@ at::Tensor composed(const at::Tensor& x) { return x * 2 + 1; }
 
 TORCH_LIBRARY(tessera_test, library) {
   library.def("scaled_tanh(Tensor x, float scale) -> Tensor");
+  library.def("wrong_tanh(Tensor x, float scale) -> Tensor");
   library.def("composed(Tensor x) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(tessera_test, CompositeExplicitAutograd, library) {
   library.impl("scaled_tanh", scaled_tanh);
+  library.impl("wrong_tanh", scaled_tanh);
 }
 TORCH_LIBRARY_IMPL(tessera_test, CompositeImplicitAutograd, library) {
   library.impl("composed", composed);
@@ -58,6 +62,22 @@ TEST(OperatorRules, OfAUserKeepPartsWhereTheyAre) {
     const at::Tensor z = call("tessera_test::composed", x);
     EXPECT_TRUE(torch::equal(full_tensor(z), composed(plain)));
   });
+}
+
+// The tangent of terms is not a term: a rule that says so is wrong, and EXPECT_RULE must find it.
+Strategies by_terms(const OpCall&) { return {{{Partial{}}, {Partial{}}}}; }
+
+TEST(OperatorRules, AreTestedInOneLine) {
+  const torch::NoGradGuard no_grad;
+  EXPECT_RULE(call("tessera_test::scaled_tanh", x[0], 0.5), {{5, 4}}, {{}}, {{1, 0}});
+  register_rule("tessera_test::wrong_tanh", by_terms, {.sizes = like_x});
+  ::testing::TestPartResultArray failures;
+  {
+    const ::testing::ScopedFakeTestPartResultReporter reporter(
+        ::testing::ScopedFakeTestPartResultReporter::INTERCEPT_ALL_THREADS, &failures);
+    EXPECT_RULE(call("tessera_test::wrong_tanh", x[0], 0.5), {{5, 4}});
+  }
+  EXPECT_GT(failures.size(), 0);
 }
 
 TEST(OperatorRules, ThatCanHaveNoEffectAreRefused) {

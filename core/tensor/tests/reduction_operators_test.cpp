@@ -239,4 +239,15 @@ TEST(ReductionOperators, OfACutDimSendWhatIsLeft) {
   });
 }
 
+TEST(Reductions, OfSegments) {
+  const at::Tensor lengths = on_test_device(torch::tensor({2, 1, 3}));
+  for (const char* const reduce : {"sum", "mean", "max", "prod"})
+    EXPECT_RULE(torch::segment_reduce(x[0], reduce, lengths), {{6, 2}}, {{6}});
+}
+
+TEST(Reductions, OfNoElements) {
+  EXPECT_RULE(x[0].softmax(1), {{3, 0}}, {{0, 3}}, {{2, 0, 3}});
+  EXPECT_RULE(x[0].log_softmax(0), {{0, 3}}, {{1, 0}});
+}
+
 }  // namespace tessera::testing::reduction_operators_test

@@ -286,4 +286,18 @@ TEST(ViewOperators, OnThreeRanks) { expect_as_plain(cases(), {3}); }
 TEST(ViewOperators, OnASquare) { expect_as_plain(cases(), {2, 2}); }
 TEST(ViewOperatorsNightly, OnASquare) { expect_as_plain(cases(), {2, 2}, Combinations::kAll); }
 
+TEST(IndexedWrites, OfComplexNumbersByAMask) {
+  const auto complex = [](const at::Tensor& real, const at::Tensor& imaginary) {
+    return torch::complex(real, imaginary);
+  };
+  EXPECT_RULE(torch::view_as_real(
+                  complex(x[0], x[0] * 2).index_put({x[0].detach() > 0}, complex(x[1], x[1] * 3))),
+              {{5, 4}, {}});
+  EXPECT_RULE(torch::view_as_real(
+                  complex(x[0], x[0] * 2)
+                      .index_put({on_test_device(torch::tensor({true, false, true, true, false}))},
+                                 complex(x[1], x[1] * 3), /*accumulate=*/true)),
+              {{5, 4}, {3, 4}});
+}
+
 }  // namespace tessera::testing::view_operators_test

@@ -3,6 +3,8 @@
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <tessera/export.h>
 
+#include <cstdint>
+
 namespace tessera {
 
 /// While an instance lives, an operator on DistTensors that needs shards of other ranks throws
@@ -29,5 +31,11 @@ class TESSERA_API StrictOperators {
  private:
   c10::DebugInfoGuard scope_;
 };
+
+/// Returns a number that stands for the operators which this thread has called on DistTensors since
+/// the last call, in their order: for the sizes and placements of their tensors, and for how ranks
+/// compute them. It is equal on ranks, in the mesh or not, that run the same program; where it
+/// differs, a rank has called another operator, or has placed a tensor otherwise. Sends nothing.
+TESSERA_API uint64_t operator_digest();
 
 }  // namespace tessera
