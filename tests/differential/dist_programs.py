@@ -52,8 +52,10 @@ def differs(plain: Value, value: Value, bounds, name: str, near: float = 0) -> s
     same = (a == b) | (a.isnan() & b.isnan())
     if same.all():
         return ""
-    if near and (a.is_complex() or a.is_floating_point()) and (a - b)[~same].abs().max() <= near * torch.finfo(a.dtype).eps * a[a.isfinite()].abs().max():
-        return ""
+    if near and (a.is_complex() or a.is_floating_point()):
+        largest = torch.where(a.isfinite(), a.abs(), 0).max()
+        if (a - b)[~same].abs().max() <= near * torch.finfo(a.dtype).eps * largest:
+            return ""
     try:
         limit = bounds()[name]
     except (Unbounded, RuntimeError) as error:

@@ -50,7 +50,7 @@ def _name(op) -> str:
 
 
 class Placing(NamedTuple):
-    """How a tensor lies: for each mesh dim the dim that it cuts, "whole", or "terms"; `strided`: in every second place of its memory."""
+    """How a tensor lies: for each mesh dim the dim that it cuts, "whole", or "terms"; `strided`: in every second place of memory."""
     dims: tuple
     strided: bool = False
 
@@ -90,7 +90,9 @@ class Ordinary:
     def place(self, tensor):
         self.tensors.append(tensor)
         its = next(self.placings, Placing(()))
-        return self.placed(torch.stack([tensor, tensor], -1), its.dims).select(-1, 0) if its.strided else self.placed(tensor, its.dims)
+        if its.strided:
+            return self.placed(torch.stack([tensor, tensor], -1), its.dims).select(-1, 0)
+        return self.placed(tensor, its.dims)
 
     def placed(self, tensor, dims):
         return tensor
@@ -105,7 +107,8 @@ def _term(part, dims, coordinate, shape):
         if its == "terms":  # of 2 ranks 2 and -1, of 3 ranks 1, -1 and 1; numbers without such multiples are whole on the last
             factor = (2, *(-1, 1) * size)[at] if size % 2 == 0 else (1, -1)[at % 2]
             sized = part.abs() if not part.is_complex() else torch.view_as_real(part.resolve_conj()).abs().amax(-1)
-            part = torch.where(sized < torch.finfo(part.dtype).max / 4, part * factor, part if at == size - 1 else torch.zeros_like(part))
+            rest = part if at == size - 1 else torch.zeros_like(part)
+            part = torch.where(sized < torch.finfo(part.dtype).max / 4, part * factor, rest)
     return part
 
 
@@ -220,22 +223,26 @@ def _bounds(case: Case):
 
 
 def placings(tensors: list[torch.Tensor], mesh_dims: int, most: int, seed: int) -> list[tuple[Placing, ...]]:
-    """Returns all ways to place these tensors, if there are no more than `most`; else so many that are drawn, in which the ways of
-    each tensor take turns."""
+    """Returns all ways to place these tensors, if there are no more than `most`; else so many that are drawn, in which the ways
+    of each tensor take turns."""
     rng = random.Random(seed)
+
+    def turns(its):
+        while True:
+            yield from rng.sample(its, len(its))
+
     ways = []
     for tensor in tensors:
         alone = [*range(tensor.ndim), "whole"] + ["terms"] * (tensor.dtype.is_floating_point or tensor.is_complex())
         ways.append(list(itertools.product(alone, repeat=mesh_dims)))
     if math.prod(map(len, ways)) <= most:
-        drawn = list(itertools.product(*ways))
+        drawn = itertools.product(*ways)
     else:
-        turns = [list(itertools.islice(itertools.chain.from_iterable(rng.sample(its, len(its)) for _ in range(most)), most)) for its in ways]
-        drawn = list(zip(*turns))
+        drawn = itertools.islice(zip(*map(turns, ways)), most)
     return [tuple(Placing(dims, rng.random() < 0.25) for dims in its) for its in drawn]
 
 
-# Ranks outside of a mesh know no values: neither numbers, nor sizes that depend on values, nor what is written to ordinary tensors.
+# Ranks outside of a mesh know neither numbers, nor sizes that depend on values, nor what is written to ordinary tensors.
 UNKNOWN = r"only ranks of the mesh"
 
 
@@ -289,8 +296,8 @@ def sweep(options, dtype: torch.dtype, world: World) -> collections.Counter:
     for number, op in enumerate(_operators()):
         if time.monotonic() - told > 60:
             told = time.monotonic()
-            print(f"at operator {number} of {len(_operators())}, {_name(op)}, in {told - start:.0f} s: {dict(counts)}", file=sys.stderr,
-                  flush=True)
+            print(f"at operator {number} of {len(_operators())}, {_name(op)}, in {told - start:.0f} s: {dict(counts)}",
+                  file=sys.stderr, flush=True)
         if number % parts != part - 1 or not re.search(options.only, _name(op)) or dtype not in op.supported_dtypes("cpu"):
             continue
         kinds: dict = collections.defaultdict(list)
