@@ -21,7 +21,8 @@ namespace tessera {
 // PrivateUse3, sends every operator to this library (see dist_dispatch.cpp); by the lower one, it
 // reports itself as a tensor of the device of its local part. Autograd works above that, on the
 // global tensor: it saves and accumulates DistTensors, and derivative formulas are sequences of
-// operators on them.
+// operators on them. The bit of meta tensors is higher than PrivateUse3: a DistTensor of meta parts
+// has that of the CPU in its place, and device() says what it is.
 
 namespace {
 
@@ -45,10 +46,11 @@ at::Tensor make_with(c10::intrusive_ptr<DistMeta> meta, at::IntArrayRef sizes,
   constexpr c10::DispatchKeySet kOwnKeys({c10::DispatchKey::PrivateUse3,
                                           c10::DispatchKey::AutogradPrivateUse3,
                                           c10::DispatchKey::ADInplaceOrView});
-  const c10::DispatchKey device = backend_key(local.device().type());
+  const c10::DispatchKey device = backend_key(local.is_meta() ? at::kCPU : local.device().type());
+  auto keys = kOwnKeys | c10::DispatchKeySet(device);
   // A tensor gets the key of autocast for its highest backend only.
-  auto keys = kOwnKeys | c10::DispatchKeySet(device) |
-              c10::getAutocastRelatedKeySetFromBackend(c10::toBackendComponent(device));
+  if (!local.is_meta())
+    keys = keys | c10::getAutocastRelatedKeySetFromBackend(c10::toBackendComponent(device));
   if (meta->parameter && !meta->parameter->functions.empty()) keys = keys.add(kModuleKey);
   // LibTorch then copies before it calls operators that don't know these marks, or have to write.
   if (local.is_conj()) keys = keys.add(c10::DispatchKey::Conjugate);

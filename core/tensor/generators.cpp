@@ -33,7 +33,7 @@ std::string digest_of(at::Generator& generator) {
 }  // namespace
 
 at::Generator generator_on(c10::Device device) {
-  return is_host(device) ? default_generator() : default_generator_of(device);
+  return is_host(device) || device.is_meta() ? default_generator() : default_generator_of(device);
 }
 
 void check_generators_agree(const DeviceMesh& mesh, at::Generator generator,

@@ -239,6 +239,7 @@ class Transfer {
 at::Tensor convert(const at::Tensor& local, const DistSpec& from, const Placements& to,
                    at::IntArrayRef sizes, const Subject& subject) {
   if (from.placements == to || !from.mesh.is_member()) return local;
+  if (local.is_meta()) return at::empty(local_sizes_of({from.mesh, to}, sizes), local.options());
   at::NoGradGuard no_grad;
   // Process groups read memory as it is: clone(), as any operator, gathers the memory of a sharded
   // unit first.
@@ -249,6 +250,7 @@ at::Tensor convert(const at::Tensor& local, const DistSpec& from, const Placemen
 
 at::Tensor transfer(const at::Tensor& local, const DistSpec& from, const DistSpec& to,
                     at::IntArrayRef sizes, const Subject& subject) {
+  if (local.is_meta()) return at::empty(local_sizes_of(to, sizes), local.options());
   at::NoGradGuard no_grad;
   // Pending reductions are done on the mesh of their terms, and made pending again where they are
   // wanted; likewise splits, whose parts are not boxes. A scalar is sent as a tensor of one

@@ -133,7 +133,11 @@ void bind_functions(py::module_& module) {
   module.def("from_local", &from_local, py::arg("local"), py::arg("mesh"), py::arg("placements"),
              py::arg("sizes") = Sizes(), Waits());
   module.def(
-      "to_local", [](const at::Tensor& tensor) { return to_local(tensor); }, Waits());
+      "to_local",
+      [](const at::Tensor& tensor, std::optional<Placements> gradient) {
+        return gradient ? to_local(tensor, std::move(*gradient)) : to_local(tensor);
+      },
+      py::arg("tensor"), py::arg("grad_placements") = std::nullopt, Waits());
   module.def(
       "redistribute",
       [](const at::Tensor& tensor, const DeviceMesh& mesh, Placements placements) {

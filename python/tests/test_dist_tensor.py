@@ -89,6 +89,55 @@ def test_tensors(ranks):
         assert all(ranks(size, _tensors))
 
 
+def _terms_of_gradients():
+    # Each rank uses the whole of x with its own factor, so the gradient of its copy is a term.
+    mesh, rank = DeviceMesh.over_world(), tessera.rank()
+    x = tessera.distribute(torch.arange(6.0).view(3, 2), mesh, [Replicate()]).requires_grad_()
+    (tessera.to_local(x, [Partial()]) * (rank + 1)).sum().backward()
+    assert tessera.full_tensor(x.grad).eq(sum(range(1, tessera.size() + 1))).all()
+    y = tessera.distribute(torch.arange(6.0).view(3, 2), mesh, [Shard(0)]).requires_grad_()
+    part = tessera.to_local(y, Shard(0))
+    (part * (rank + 1)).sum().backward()
+    assert tessera.to_local(y.grad).eq(rank + 1).all()
+    with pytest.raises(ValueError, match="to_local"):
+        tessera.to_local(y, [Replicate()])
+    return True
+
+
+def test_terms_of_gradients(ranks):
+    for size in (1, 2, 3):
+        assert all(ranks(size, _terms_of_gradients))
+
+
+def _from_meta(parallelizes):
+    mesh = DeviceMesh.over_world()
+    with torch.device("meta"):
+        model = Mlp()
+    if parallelizes:
+        tessera.parallelize_module(model, mesh, {"up": tessera.ColwiseParallel(), "down": tessera.RowwiseParallel()})
+    else:
+        tessera.distribute_module(model, mesh, lambda name, module, its: [tessera.distribute_(parameter, its, [Shard(0)])
+                                                                          for parameter in module._parameters.values()])
+    placements = [tessera.placements_of(parameter) for parameter in model.parameters()]
+    assert all(parameter.is_meta and tessera.is_dist(parameter) for parameter in model.parameters())
+    with tessera.CommDebug() as debug:
+        model.to_empty(device="cpu")
+    assert debug.calls() == 0
+    assert placements == [tessera.placements_of(parameter) for parameter in model.parameters()]
+    torch.manual_seed(3)
+    model.up.reset_parameters(), model.down.reset_parameters(), model.shift.copy_(torch.arange(3.0))
+    expected = _make().state_dict()
+    values = _values(model)
+    assert list(values) == list(expected) and all(torch.equal(values[name], expected[name]) for name in values)
+    return True
+
+
+@pytest.mark.parametrize("parallelizes", [False, True])
+def test_models_from_the_meta_device(ranks, parallelizes):
+    for size in (1, 2, 3):
+        assert all(ranks(size, _from_meta, parallelizes))
+
+
 def _masks():
     # Optimizers load torch._dynamo, with which PyTorch's functions for meta tensors come.
     mesh = DeviceMesh.over_world()

@@ -99,6 +99,14 @@ Strategies choice(const OpCall& call) {
   return ways;
 }
 
+// The maximum of terms of two maxima is a term of the maximum of both; so for minima.
+template <PartialOp op>
+Strategies extremum(const OpCall& call) {
+  Strategies ways = pointwise(call);
+  ways.push_back({Placements(call.inputs.size(), Partial{op}), {Partial{op}}});
+  return ways;
+}
+
 // In training, the operator draws numbers.
 Strategies evaluated(const OpCall& call) {
   return call.argument("training").toBool() ? Strategies() : pointwise(call);
@@ -121,6 +129,8 @@ const std::vector<Family>& families() {
       {evaluated, {"", "_backward"}, {"rrelu_with_noise"}},
       {quotient, {"", "_"}, {"div"}},
       {choice, {"", "_"}, {"where"}},
+      {extremum<PartialOp::kMax>, {""}, {"maximum"}},
+      {extremum<PartialOp::kMin>, {""}, {"minimum"}},
       {copying,
        {""},
        {"clone", "copy", "copy_", "detach", "detach_", "alias", "lift_fresh", "zero_"}},
@@ -159,8 +169,8 @@ const std::vector<Family>& families() {
       {pointwise, {""}, {"__ilshift__", "__irshift__", "__lshift__", "__rshift__", "_prelu_kernel",
                          "angle",       "complex",     "fill_",      "fmax",       "fmin",
                          "hardshrink",  "isfinite",    "isinf",      "isnan",      "isneginf",
-                         "isposinf",    "logaddexp",   "logaddexp2", "maximum",    "minimum",
-                         "polar",       "signbit",     "softplus",   "softshrink"}},
+                         "isposinf",    "logaddexp",   "logaddexp2", "polar",      "signbit",
+                         "softplus",    "softshrink"}},
       {pointwise,
        {""},
        {"special_airy_ai",

@@ -84,7 +84,9 @@ void each_split(const std::vector<int64_t>& merged, const std::vector<int64_t>& 
 
 // A dim survives if it has the same size in both and the same number of elements before it; so does
 // the first of several dims that are merged, or that one is split into, if its elements divide
-// evenly: also with a split factor, if the blocks do. See `each_split()` for the inner ones.
+// evenly: also with a split factor, if the blocks do. See `each_split()` for the inner ones. Of
+// dims of one element, which the first rank has, the n-th with so many elements before survives as
+// the n-th.
 Strategies view(const OpCall& call) {
   const auto &in = call.inputs[0].sizes, &out = call.outputs[0].sizes;
   std::vector<int64_t> to(in.size(), -1);
@@ -92,8 +94,12 @@ Strategies view(const OpCall& call) {
   for (size_t d = 0; d < in.size(); before_in *= in[d++]) {
     int64_t before_out = 1;
     for (size_t e = 0; e < out.size(); before_out *= out[e++]) {
-      if (before_in != before_out || in[d] == 0 || out[e] == 0 || in[d] == 1 || out[e] == 1)
+      if (before_in != before_out || in[d] == 0 || out[e] == 0) continue;
+      if (in[d] == 1 || out[e] == 1) {
+        const bool is_free = std::ranges::find(to, static_cast<int64_t>(e)) == to.end();
+        if (in[d] == out[e] && to[d] < 0 && is_free) to[d] = static_cast<int64_t>(e);
         continue;
+      }
       const bool divides = in[d] % call.ranks == 0 && out[e] % call.ranks == 0;
       if (in[d] == out[e] || divides) to[d] = static_cast<int64_t>(e);
     }

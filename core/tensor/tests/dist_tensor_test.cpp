@@ -1,12 +1,14 @@
 // Making DistTensors from tensors, and operations refused to tensors without memory.
 
 #include <gtest/gtest.h>
+#include <tessera/base/generator.h>
 #include <tessera/tensor/dist_tensor.h>
 #include <torch/torch.h>
 
 #include <functional>
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include "support/error_of.h"
 #include "support/run_world.h"
@@ -229,6 +231,74 @@ TEST(DistMemory, PartsThatAreZerosWithoutMemoryGetMemory) {
         at::_efficientzerotensor({2, 3}, on_test_device(at::ones(1)).options());
     EXPECT_FALSE(
         to_local(from_local(zeros, DeviceMesh::over_world(), {Shard{0}}))._is_zerotensor());
+  });
+}
+
+// Each operator below gives a DistTensor of meta parts, with the sizes and placements that it would
+// have with memory.
+TEST(DistMeta, TensorsGoThroughOperatorsAndRedistributionsWithoutMessages) {
+  for (const int ranks : {1, 2, 3}) {
+    run_world(ranks, [](World&) {
+      const auto mesh = DeviceMesh::over_world();
+      const auto placed = [&](const at::Tensor& tensor) {
+        return distribute(tensor, mesh, {Shard{0}}).requires_grad_();
+      };
+      const at::Tensor meta = placed(torch::empty({5, 3}, at::kMeta));
+      const at::Tensor real = placed(on_test_device(torch::randn({5, 3})));
+      const auto uses = [&](const at::Tensor& x) {
+        const at::Tensor sum = (x * 2).sum();
+        sum.backward();
+        return std::vector<at::Tensor>{x + 1,
+                                       x.matmul(x.t()),
+                                       x.softmax(1).view({15}),
+                                       torch::empty_like(x),
+                                       x.new_zeros({5, 3}),
+                                       redistribute(x, {Shard{1}}),
+                                       redistribute(x.sum(0), {Replicate{}}),
+                                       redistribute(x, DeviceMesh::over_world(), {Replicate{}}),
+                                       x.grad()};
+      };
+      const auto made = uses(meta), expected = uses(real);
+      for (size_t i = 0; i < made.size(); ++i) {
+        ASSERT_TRUE(is_dist(made[i])) << i;
+        EXPECT_TRUE(made[i].is_meta() && to_local(made[i]).is_meta()) << i;
+        EXPECT_EQ(made[i].sizes(), expected[i].sizes()) << i;
+        EXPECT_EQ(placements_of(made[i]), placements_of(expected[i])) << i;
+        EXPECT_EQ(to_local(made[i]).sizes(), to_local(expected[i]).sizes()) << i;
+      }
+      EXPECT_TRUE(full_tensor(meta).is_meta());
+      EXPECT_EQ(full_tensor(meta).sizes(), at::IntArrayRef({5, 3}));
+    });
+  }
+}
+
+TEST(DistMeta, ParametersGetMemoryAndTheValuesOfOneProcess) {
+  for (const int ranks : {1, 2, 3}) {
+    run_world(ranks, [](World&) {
+      const at::Tensor weight = torch::empty({4, 6}, at::kMeta).requires_grad_();
+      distribute_(weight, DeviceMesh::over_world(), {Shard{0}});
+      ASSERT_TRUE(is_dist(weight) && weight.is_meta());
+      const at::NoGradGuard no_grad;
+      weight.set_data(torch::empty_like(weight, at::kCPU));
+      ASSERT_TRUE(is_dist(weight));
+      EXPECT_EQ(placements_of(weight), Placements({Shard{0}}));
+      manual_seed(3);
+      weight.uniform_();
+      manual_seed(3);
+      EXPECT_TRUE(
+          full_tensor(weight).equal(torch::empty({4, 6}).uniform_(0, 1, default_generator())));
+    });
+  }
+}
+
+// An ordinary meta tensor and one with memory are still told apart.
+TEST(DistMeta, LeavesOrdinaryMetaTensorsAlone) {
+  run_world(1, [](World&) {
+    distribute(on_test_device(torch::ones(2)), DeviceMesh::over_world(), {Shard{0}});
+    at::Tensor meta = torch::empty({2}, at::kMeta);
+    EXPECT_THROW(meta.set_data(torch::ones(2)), c10::Error);
+    EXPECT_FALSE(torch::_has_compatible_shallow_copy_type(meta, torch::ones(2)));
+    EXPECT_TRUE(torch::_has_compatible_shallow_copy_type(meta, meta + 1));
   });
 }
 

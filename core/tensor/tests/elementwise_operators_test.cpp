@@ -5,6 +5,9 @@
 #include <tessera/tensor/dist_tensor.h>
 #include <torch/torch.h>
 
+#include <variant>
+#include <vector>
+
 #include "support/operator_parity.h"
 #include "support/run_world.h"
 
@@ -220,6 +223,25 @@ TEST(PendingAverages, StayPendingUnderOperatorsThatTheyGoThrough) {
                                         mesh, {Partial{PartialOp::kAvg}});
     EXPECT_TRUE(torch::allclose(full_tensor(whole / 2), on_test_device(torch::full({2}, 0.5))));
     EXPECT_TRUE(torch::allclose(full_tensor(whole * 0.5), on_test_device(torch::full({2}, 0.5))));
+  });
+}
+
+TEST(PendingExtrema, StayPendingUnderTheSameExtremum) {
+  run_world(3, [](World& world) {
+    const auto mesh = DeviceMesh::over_world();
+    const auto rank = static_cast<float>(world.rank());
+    for (const PartialOp op : {PartialOp::kMax, PartialOp::kMin}) {
+      const auto extremum = op == PartialOp::kMax ? &at::maximum : &at::minimum;
+      const auto terms = [&](std::vector<float> values) {
+        return from_local(on_test_device(torch::tensor(values)), mesh, {Partial{op}});
+      };
+      const at::Tensor x = terms({rank, -rank, 1}), y = terms({-rank, 5 * rank, rank});
+      const at::Tensor result = extremum(x, y);
+      EXPECT_EQ(placements_of(result)[0], Placement(Partial{op}));
+      EXPECT_TRUE(full_tensor(result).equal(extremum(full_tensor(x), full_tensor(y))));
+      const at::Tensor other = op == PartialOp::kMax ? torch::minimum(x, y) : torch::maximum(x, y);
+      EXPECT_FALSE(std::holds_alternative<Partial>(placements_of(other)[0]));
+    }
   });
 }
 

@@ -1,9 +1,15 @@
 // Operators of the family "view" on DistTensors, forward and backward, against ordinary tensors.
 
 #include <gtest/gtest.h>
+#include <tessera/comm/comm_debug.h>
+#include <tessera/tensor/dist_tensor.h>
 #include <torch/torch.h>
 
+#include <vector>
+
 #include "support/operator_parity.h"
+#include "support/run_world.h"
+#include "support/test_device.h"
 
 namespace tessera::testing::view_operators_test {
 
@@ -281,6 +287,29 @@ TEST(ViewOperators, SendNothingWhereOtherDimsAreCut) {
     quiet.push_back({test, Placements(test.sizes.size(), Shard{0})});
   expect_quiet(quiet);
 }
+// A batch of one, which the first rank has, is shown as it is.
+TEST(ViewOperators, OfOneElementAlongTheCutDimShareItsMemory) {
+  for (const int ranks : {1, 2, 3}) {
+    run_world(ranks, [](World&) {
+      const auto mesh = DeviceMesh::over_world();
+      const at::Tensor whole = torch::arange(8.).view({1, 2, 1, 2, 2});
+      const std::vector<std::vector<int64_t>> all = {
+          {1, 4, 2}, {1, 1, 8}, {1, 2, 1, 2, 2}, {1, 2, 1, 4}};
+      for (const int64_t dim : {0, 2}) {
+        for (const auto& sizes : all) {
+          const at::Tensor x = distribute(on_test_device(whole.clone()), mesh, {Shard{dim}});
+          const CommDebug debug;
+          const at::Tensor y = x.view(sizes);
+          if (dim == 0 || sizes.size() > 3) EXPECT_EQ(debug.calls(), 0) << dim << sizes;
+          y.mul_(3);
+          EXPECT_TRUE(full_tensor(x).equal(on_test_device(whole * 3))) << dim << sizes;
+          EXPECT_TRUE(full_tensor(y).equal(on_test_device((whole * 3).view(sizes))));
+        }
+      }
+    });
+  }
+}
+
 TEST(ViewOperators, OnTwoRanks) { expect_as_plain(cases(), {2}); }
 TEST(ViewOperators, OnThreeRanks) { expect_as_plain(cases(), {3}); }
 TEST(ViewOperators, OnASquare) { expect_as_plain(cases(), {2, 2}); }
