@@ -457,9 +457,8 @@ bool has_kernel_of(const c10::OperatorHandle& op, c10::DeviceType device) {
   return op.hasKernelForDispatchKey(backend_key(device));
 }
 
-// For `set_data()`. LibTorch's own answer is no for tensors on devices that register themselves
-// (PrivateUse1) and for meta tensors, unless both have the same keys. A DistTensor and an ordinary
-// tensor never have.
+// For `set_data()`. LibTorch's own answer is no for meta tensors, and for those on devices that
+// register themselves (PrivateUse1), unless both have the same keys.
 bool can_take_data_of(const at::Tensor& self, const at::Tensor& from) {
   if (!find_dist_meta(self) && !find_dist_meta(from))
     return self.unsafeGetTensorImpl()->has_compatible_shallow_copy_type(from.key_set());
@@ -498,10 +497,9 @@ void register_dist_operators() {
     }
     // A kernel of the backend takes LibTorch's composite away from autograd's key.
     for (const auto key : {c10::DispatchKey::PrivateUse3, c10::DispatchKey::AutogradPrivateUse3,
-                           c10::DispatchKey::Meta, c10::DispatchKey::AutogradMeta}) {
-      auto* const keys = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
-      keys->impl("_has_compatible_shallow_copy_type", &can_take_data_of);
-    }
+                           c10::DispatchKey::Meta, c10::DispatchKey::AutogradMeta})
+      (new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__))
+          ->impl("_has_compatible_shallow_copy_type", &can_take_data_of);
   });
 }
 

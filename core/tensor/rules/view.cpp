@@ -84,8 +84,8 @@ void each_split(const std::vector<int64_t>& merged, const std::vector<int64_t>& 
 
 // A dim survives if it has the same size in both and the same number of elements before it; so does
 // the first of several dims that are merged, or that one is split into, if its elements divide
-// evenly: also with a split factor, if the blocks do. See `each_split()` for the inner ones. Of
-// dims of one element, which the first rank has, the n-th with so many elements before survives as
+// evenly: also with a split factor, if the blocks do. See `each_split()` for the inner ones. Among
+// dims of one element (the first rank has it), the n-th with so many elements before survives as
 // the n-th.
 Strategies view(const OpCall& call) {
   const auto &in = call.inputs[0].sizes, &out = call.outputs[0].sizes;

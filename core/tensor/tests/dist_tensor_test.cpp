@@ -291,7 +291,7 @@ TEST(DistMeta, ParametersGetMemoryAndTheValuesOfOneProcess) {
   }
 }
 
-// An ordinary meta tensor and one with memory are still told apart.
+// An ordinary meta tensor does not take the data of one with memory.
 TEST(DistMeta, LeavesOrdinaryMetaTensorsAlone) {
   run_world(1, [](World&) {
     distribute(on_test_device(torch::ones(2)), DeviceMesh::over_world(), {Shard{0}});

@@ -287,7 +287,7 @@ TEST(ViewOperators, SendNothingWhereOtherDimsAreCut) {
     quiet.push_back({test, Placements(test.sizes.size(), Shard{0})});
   expect_quiet(quiet);
 }
-// A batch of one, which the first rank has, is shown as it is.
+// A batch of one lies on the first rank, and is shown as it is.
 TEST(ViewOperators, OfOneElementAlongTheCutDimShareItsMemory) {
   for (const int ranks : {1, 2, 3}) {
     run_world(ranks, [](World&) {
