@@ -125,14 +125,15 @@ _CONFIGS = {"dp_config": {"sharding_level"}, "mp_config": {"parallelize_plan"}}
 
 
 def _checked_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    if config and "pp_config" in config:
+    config = {name: options for name, options in (config or {}).items() if options is not None}
+    if "pp_config" in config:
         raise NotImplementedError("[parallelize] pp_config: pipelines are not supported; leave it out")
-    for name, options in (config or {}).items():
+    for name, options in config.items():
         unknown = set(options or ()) - _CONFIGS.get(name, set())
         if name not in _CONFIGS or unknown:
             raise ValueError(f"[parallelize] config has {sorted(_CONFIGS)}, with {_CONFIGS}; got {name!r} with "
                              f"{sorted(options or ())}")
-    return {name: dict(options or {}) for name, options in (config or {}).items()}
+    return {name: dict(options or {}) for name, options in config.items()}
 
 
 def parallelize(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, mesh: DeviceMesh | None = None,

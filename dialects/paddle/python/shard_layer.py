@@ -11,14 +11,14 @@ from torch.utils import _pytree as pytree
 
 from .. import _C
 from ..dist_optimizer import DistOptimizer
-from ..dist_tensor import (DeviceMesh, distribute_module, from_local, full_tensor, mesh_of, placements_of, redistribute,
-                           to_local)
+from ..dist_tensor import (DeviceMesh, Partial, Replicate, Shard, distribute_module, from_local, full_tensor, mesh_of,
+                           placements_of, redistribute, to_local)
 from ..grad_scaler import GradScaler
 
 
 class ProcessMesh(DeviceMesh):
     """Paddle's mesh: ranks in an array, of which an index or a slice for each dim, as `mesh[0]`, `mesh[:, 1]` or `mesh[0, 1]`,
-    is a mesh of the dims that are left, or of the one rank."""
+    is a mesh of the dims that are left, or of the one rank; `mesh["mp"]` is `get_submesh_with_dim("mp")`."""
 
     @property
     def process_ids(self) -> list[int]:
@@ -31,17 +31,34 @@ class ProcessMesh(DeviceMesh):
     def get_dim_size(self, dim_name: str) -> int:
         return self.size(self.dim(dim_name))
 
-    def get_mesh_with_dim(self, dim_name: str, index: int | None = None) -> _C.DeviceMesh:
+    def get_mesh_with_dim(self, dim_name: str, index: int | None = None) -> "ProcessMesh":
         """The mesh with that dim first; with `index`, only the ranks at that index along it."""
-        return self.with_first(dim_name, index)
+        return _process_mesh(self.with_first(dim_name, index))
 
-    def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> "ProcessMesh":
+    def get_submesh_with_dim(self, dim_name: str) -> "ProcessMesh | None":
+        """The ranks that differ from this one in that dim alone; None on ranks outside of the mesh."""
+        dim, at = self.dim(dim_name), self.coordinate
+        return None if at is None else self[tuple(slice(None) if each == dim else at[each] for each in range(self.ndim))]
+
+    def get_group(self, dim_name: str | None = None) -> _C.ProcessGroup:
+        """The group of this rank's line along a dim; None: the only dim. Collective over the line at its first call."""
+        if dim_name is None and self.ndim != 1:
+            raise ValueError(f"[get_group] dim_name must be one of {self.dim_names}, as the mesh has {self.ndim} dims; got None")
+        return self.process_group(0 if dim_name is None else self.dim(dim_name))
+
+    def __getitem__(self, index: int | slice | str | tuple[int | slice, ...]) -> "ProcessMesh | None":
+        if isinstance(index, str):
+            return self.get_submesh_with_dim(index)
         indices = index if isinstance(index, tuple) else (index,)
         if len(indices) > self.ndim or not all(isinstance(each, (int, slice)) for each in indices):
             raise IndexError(f"a mesh of {self.ndim} dims takes an index or a slice for each of them; got {index!r}")
         names = [name for name, each in zip(self.dim_names, [*indices, *[slice(None)] * self.ndim]) if isinstance(each, slice)]
         ranks = self.mesh[indices]
         return ProcessMesh(ranks, names) if ranks.dim() else ProcessMesh([int(ranks)])
+
+
+def _process_mesh(mesh: _C.DeviceMesh) -> ProcessMesh:
+    return mesh if isinstance(mesh, ProcessMesh) else ProcessMesh(torch.tensor(mesh.ranks).view(mesh.shape), mesh.dim_names)
 
 
 class ReduceType(str, enum.Enum):
@@ -66,9 +83,14 @@ def get_mesh() -> DeviceMesh | None:
     return _mesh
 
 
-# Attributes that Paddle's tensors have.
+# Attributes that Paddle's tensors and placements have.
 torch.Tensor.is_dist = lambda self: _C.is_dist(self)
-torch.Tensor.process_mesh = property(lambda self: _C.mesh_of(self) if _C.is_dist(self) else None)
+torch.Tensor.process_mesh = property(lambda self: _process_mesh(_C.mesh_of(self)) if _C.is_dist(self) else None)
+for _kind in (Partial, Replicate, Shard):
+    _kind.is_partial, _kind.is_replicated, _kind.is_shard = (
+        lambda self: isinstance(self, Partial), lambda self: isinstance(self, Replicate),
+        lambda self, dim=None: isinstance(self, Shard) and dim in (None, self.dim))
+Shard.get_dim, Partial.reduce_type = lambda self: self.dim, lambda self: ReduceType(self.op)
 torch.Tensor.placements = property(lambda self: _C.placements_of(self) if _C.is_dist(self) else None)
 
 
