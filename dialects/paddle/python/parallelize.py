@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..dist_tensor import DeviceMesh, Replicate, Shard
+from ..dist_tensor import DeviceMesh, Replicate, Shard, is_dist, placements_of
 from ..parallel import match_modules, moved, place_along
 from .shard_layer import ShardingStage1, ShardingStage2, ShardingStage3, get_mesh, shard_optimizer
 
@@ -84,15 +84,18 @@ class PrepareLayerOutput(PlanBase):
 
 @dataclass(frozen=True)
 class SequenceParallelBegin(PlanBase):
-    """For the last layer before a range of layers that keep parts of the sequence: cuts its output, [batch, sequence, ...],
-    along the sequence. `need_transpose`: the range gets [sequence, batch, ...]."""
+    """For the last layer before a range of layers that keep parts of the sequence: cuts its output along the sequence.
+    `need_transpose`: the output is [batch, sequence, ...], and the range gets [sequence, batch, ...]. Otherwise it is
+    [sequence, batch, ...] as it is, unless dim 0 is cut along another mesh dim, and so the batch."""
 
     need_transpose: bool = True
 
     def on_output(self, tensor, mesh, mesh_dim):
         if self.need_transpose:
             return moved(tensor.transpose(0, 1), mesh, mesh_dim, Shard(0))
-        return moved(tensor, mesh, mesh_dim, Shard(1))
+        others = placements_of(tensor) if is_dist(tensor) else []
+        is_batch_first = any(each == Shard(0) for dim, each in enumerate(others) if dim != mesh_dim)
+        return moved(tensor, mesh, mesh_dim, Shard(1 if is_batch_first else 0))
 
 
 @dataclass(frozen=True)
@@ -144,8 +147,8 @@ def parallelize(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
             "mp_config": {"parallelize_plan": {"layers.*.up": ColWiseParallel(), "layers.*.down": RowWiseParallel()}},
             "dp_config": {"sharding_level": 1}})
 
-    `mesh`: None: that of `set_mesh()`. A plan's names are those of layers, or of parameters ("up.weight"), of which each part
-    may be a pattern as a shell has them; values are a plan or a list of plans. Its dim is "mp". `sharding_level`: 0, or a stage
+    `mesh`: None: that of `set_mesh()`. A plan's names are those of layers, or of parameters ("up.weight", "up.lora_A"), of
+    which each part may be a pattern as a shell has them; values are a plan or a list of plans. Its dim is "mp". `sharding_level`: 0, or a stage
     of `shard_optimizer` along the dim "dp". Collective.
     """
     mesh, config = mesh or get_mesh(), _checked_config(config)
@@ -158,13 +161,26 @@ def parallelize(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     dim = mesh.dim("mp") if plans else 0
 
     hooks = place_along(model, mesh, dim, lambda name, layer: {
-        key: Shard(cut) for only, plan in plans.get(name, ()) for key, cut in plan.cuts(layer).items() if only in (None, key)})
+        key: Shard(cut) for only, plan in plans.get(name, ()) for key, cut in _cuts_of(plan, layer, only).items()})
     for name, own in plans.items():
-        for _, plan in own:
-            _add_hooks(model.get_submodule(name), plan, mesh, dim, hooks)
+        for only, plan in own:
+            if only in (None, *_OF_LAYERS):
+                _add_hooks(model.get_submodule(name), plan, mesh, dim, hooks)
     if optimizer is not None:
         optimizer = shard_optimizer(optimizer, _STAGES[level]("dp", mesh) if level else None)
     return model, optimizer
+
+
+_OF_LAYERS = ("weight", "bias")
+
+
+def _cuts_of(plan: PlanBase, layer: nn.Module, only: str | None) -> dict[str, int]:
+    # Other parameters of a layer, as "lora_A", are cut as its weight is.
+    cuts = plan.cuts(layer)
+    if only is None:
+        return cuts
+    key = only if only in _OF_LAYERS else "weight"
+    return {only: cuts[key]} if key in cuts else {}
 
 
 def _resolve(model: nn.Module, plan: Mapping[str, PlanBase | list]) -> dict[str, list[tuple[str | None, PlanBase]]]:
@@ -172,10 +188,12 @@ def _resolve(model: nn.Module, plan: Mapping[str, PlanBase | list]) -> dict[str,
     plans: dict[str, list[tuple[str | None, PlanBase]]] = {}
     for pattern, value in plan.items():
         owner, _, last = pattern.rpartition(".")
-        key = last if last in ("weight", "bias") else None
-        names = match_modules(model, owner if key else pattern)
+        names, key = match_modules(model, pattern), None
         if not names:
-            raise ValueError(f"[parallelize] each name of a plan must match a layer; '{pattern}' matches none of "
+            key = last
+            names = [name for name in match_modules(model, owner) if key in model.get_submodule(name)._parameters]
+        if not names:
+            raise ValueError(f"[parallelize] each name of a plan must match a layer or a parameter; '{pattern}' matches none of "
                              f"{[name for name, _ in model.named_modules() if name]}")
         for each in value if isinstance(value, (list, tuple)) else [value]:
             if not isinstance(each, PlanBase):
