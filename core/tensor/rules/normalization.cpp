@@ -182,7 +182,11 @@ Strategies batch_norm_backward(const OpCall& call) {
 }
 
 constexpr auto kNormalizationRules = with_splits({
-    {"native_layer_norm", layer_norm, layer_norm_sizes},
+    // On the CPU, statistics have the input's dtype.
+    {.name = "native_layer_norm",
+     .rule = layer_norm,
+     .sizes = layer_norm_sizes,
+     .knows_sizes = true},
     {"native_layer_norm_backward", layer_norm_backward, layer_norm_backward_sizes},
     {"_fused_rms_norm", rms_norm, rms_norm_sizes},
     {"_fused_rms_norm_backward", rms_norm_backward, rms_norm_backward_sizes},

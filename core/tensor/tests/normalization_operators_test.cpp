@@ -161,6 +161,17 @@ TEST(Normalizations, InEvaluationReturnStatisticsOfTheSizesOfOneProcess) {
   });
 }
 
+TEST(Normalizations, OfRowsHaveStatisticsOfOneDtypeInAndOutsideOfAMesh) {
+  run_world(3, [](World&) {
+    const at::Tensor x = on_test_device(torch::ones({5, 4}).to(at::kBFloat16));
+    const auto mean_of = [](const at::Tensor& input) {
+      return std::get<1>(torch::native_layer_norm(input, {4}, {}, {}, 1e-5));
+    };
+    const at::Tensor dist = distribute(x, DeviceMesh({2}, {2, 0}), {Shard{0}});
+    EXPECT_EQ(mean_of(dist).scalar_type(), mean_of(x).scalar_type());
+  });
+}
+
 TEST(Normalizations, StatisticsHaveTheDtypesOfOneProcess) {
   run_world(2, [](World&) {
     const at::Tensor x = on_test_device((torch::arange(60.) / 7).view({5, 4, 3}).to(at::kBFloat16));
