@@ -260,7 +260,7 @@ def _locals():
     assert not local.is_dist() and dist.process_mesh == mesh and dist.placements == [S0, R] and dist.shape == (10, 20)
     for tensor in (local, dist):
         note(tensor)
-    (dist * 3).sum().backward()
+    (dist * 3).backward(shard_tensor(torch.ones(10, 20), mesh, [S0, R]))
     assert seen == [(mesh, [S0, R]), (None, None)] and torch.equal(leaf.grad, torch.full((10, 20), 3.0))
     seen.clear()
     line = ProcessMesh([0, 1])
