@@ -7,8 +7,8 @@ from torch.nn import functional as F
 
 import tessera
 from tessera.paddle import (ColWiseParallel, PrepareLayerInput, ProcessMesh, Replicate, RowWiseParallel, SequenceParallelBegin,
-                            SequenceParallelDisable, SequenceParallelEnable, SequenceParallelEnd, Shard, parallelize, set_mesh,
-                            shard_dataloader, unshard_dtensor)
+                            SequenceParallelDisable, SequenceParallelEnable, SequenceParallelEnd, Shard, parallelize, reshard,
+                            set_mesh, shard_dataloader, shard_layer, shard_optimizer, shard_tensor, unshard_dtensor)
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 VOCABULARY, HIDDEN, HEADS, LENGTH = 24, 16, 4, 6
@@ -168,6 +168,41 @@ def _llama(kind, shape, level):
     ("lora", (1, 2), 0), ("lora", (2, 2), 1), ("sequence", (1, 2), 1), ("sequence", (1, 3), 0)])
 def test_llama(ranks, kind, shape, level):
     assert all(ranks(shape[0] * shape[1], _llama, kind, shape, level))
+
+
+def _stages(shape):
+    """The first layer on one mesh, and the second on the next."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(VOCABULARY, (2, 4, LENGTH), generator=generator).unbind() for _ in range(4)]
+    alone, optimizer = _make("plain")
+    want = _train(alone, optimizer, batches)
+    world = ProcessMesh(torch.arange(tessera.size()).view(2, *shape), ["pp", "dp", "mp"])
+
+    def place(name, layer, mesh):
+        mesh = world[0 if name in ("embed_tokens",) or name.startswith("layers.0") else 1]
+        cut = S1 if name.endswith(_ROWS) or name == "embed_tokens" else S0 if name.endswith((*_COLUMNS, "lm_head")) else R
+        for key, parameter in layer._parameters.items():
+            if parameter is not None:
+                setattr(layer, key, shard_tensor(parameter, mesh, [R, cut]))
+
+    model, optimizer = _make("plain")
+    shard_layer(model, world, place)
+    model.layers[1].register_forward_pre_hook(lambda _, inputs: reshard(inputs[0], world[1], [S0, R]))
+    loader = shard_dataloader(batches, [world[0], world[1]], shard_dims="dp")
+    member = world[1].contains(tessera.rank())
+    losses = _train(model, shard_optimizer(optimizer), loader, lambda loss: unshard_dtensor(loss) if member else 0)
+    if member:
+        torch.testing.assert_close(losses, want, rtol=1e-10, atol=0)
+    for name, parameter in alone.named_parameters():
+        have = model.get_parameter(name)
+        if have.process_mesh.contains(tessera.rank()):
+            torch.testing.assert_close(unshard_dtensor(have).detach(), parameter.detach(), rtol=1e-8, atol=1e-11)
+    return True
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 2)])
+def test_llama_of_two_stages(ranks, shape):
+    assert all(ranks(2 * shape[0] * shape[1], _stages, shape))
 
 
 def _bytes():

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import tessera
 from tessera.paddle import (Partial, ProcessMesh, Replicate, Shard, ShardingStage1, ShardingStage2, ShardingStage3,
                             dtensor_from_local, dtensor_to_local, load_state_dict, reshard, save_state_dict, shard_dataloader,
-                            shard_layer, shard_optimizer, shard_tensor, unshard_dtensor)
+                            shard_layer, shard_optimizer, shard_scaler, shard_tensor, unshard_dtensor)
 
 R, P, S0, S1, S2 = Replicate(), Partial(), Shard(0), Shard(1), Shard(2)
 LOWER, UPPER = [[0, 1], [2, 3]], [[4, 5], [6, 7]]
@@ -78,7 +78,7 @@ _NETS = {
 }
 
 
-def _sharded(name, recompute=False):
+def _sharded(name, recompute=False, make=_make):
     _, first, second, w0, b0, w1, b1, x, between = _NETS[name]
     first, second = ProcessMesh(first), ProcessMesh(second)
 
@@ -88,7 +88,7 @@ def _sharded(name, recompute=False):
         elif name == "linear_1":
             layer.weight, layer.bias = shard_tensor(layer.weight, second, w1), shard_tensor(layer.bias, second, b1)
 
-    model = shard_layer(_make(None if between is None else (second, between), recompute), first, place)
+    model = shard_layer(make(None if between is None else (second, between), recompute), first, place)
     return model, lambda image: shard_tensor(image, first, x)
 
 
@@ -400,7 +400,7 @@ def test_optimizers(ranks, size, stage, grouped):
 def _lazy(kind):
     meshes = {"dp": ([0, 1], [0, 1]), "pp": ([0], [1]), "mp": ([0, 1], [0, 1])}[kind]
     weights, biases = ([S0], [S0]) if kind == "mp" else ([R], [R])
-    for size in (10, 11):
+    for size in (70, 71):  # smaller tensors are not deferred
         eager = _linear(torch.float32, (size, size))
         with tessera.DeferredInit():
             layer = _linear(torch.float32, (size, size))
@@ -423,6 +423,40 @@ def _lazy(kind):
 @pytest.mark.parametrize("kind", ["dp", "pp", "mp"])
 def test_lazy_layers(ranks, kind):
     assert all(ranks(2, _lazy, kind))
+
+
+def _precision(name):
+    """Integers that bfloat16 holds, as are all sums of them: so the results do not depend on the order of sums."""
+    def integers(net):
+        generator = torch.Generator().manual_seed(5)
+        for parameter in net.float().parameters():
+            parameter.data.copy_(torch.randint(-1, 2, parameter.shape, generator=generator))
+        return net
+
+    def step(net, optimizer, scaler, image, rows=lambda x: x):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = net(rows(image))
+            assert out.dtype == torch.bfloat16
+            loss = out.float().sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    image = torch.randint(0, 2, (16, 12), generator=torch.Generator().manual_seed(6)).float()
+    alone = integers(_make())
+    step(alone, torch.optim.SGD(alone.parameters(), lr=0.125), torch.amp.GradScaler("cpu", init_scale=1024.0), image)
+    model, place = _sharded(name, make=lambda *options: integers(_make(*options)))
+    step(model, shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.125)),
+         shard_scaler(tessera.GradScaler(init_scale=1024.0)), image, place)
+    for key, parameter in alone.named_parameters():
+        have = model.get_parameter(key)
+        assert not _is_member(have) or torch.equal(unshard_dtensor(have), parameter), key
+    return True
+
+
+@pytest.mark.parametrize("name", ["dp", "mp", "mp of three", "dp mp", "pp", "dp mp pp"])
+def test_mixed_precision(ranks, name):
+    assert all(ranks(_NETS[name][0], _precision, name))
 
 
 class _Mlp(nn.Module):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tessera
-from tessera.paddle import (Partial, ProcessMesh, ReduceType, Replicate, Shard, dtensor_from_local, dtensor_to_local, reshard,
-                            shard_tensor, unshard_dtensor)
+from tessera.paddle import (Partial, ProcessMesh, ReduceType, Replicate, Shard, dtensor_from_fn, dtensor_from_local, dtensor_to_local,
+                            reshard, shard_tensor, unshard_dtensor)
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
@@ -171,6 +171,28 @@ def _co_shard():
 
 def test_two_cuts_of_one_dim(ranks):
     assert all(ranks(4, _co_shard))
+
+
+def _properties():
+    mesh, plain = ProcessMesh([0, 1], ["x"]), torch.randn(10, 20).reshape(20, 10)
+    tensor = shard_tensor(plain, mesh, [R])
+    assert tensor.stride() == (10, 1) and tensor.is_contiguous() and tensor.contiguous().is_dist()
+    assert not tensor.t().is_contiguous() and torch.equal(dtensor_to_local(tensor.t().contiguous()), plain.t())
+    assert tensor.to("cpu", copy=True).placements == [R]
+    changed = shard_tensor(plain.requires_grad_(), mesh, [S0], dtype=torch.float64, place="cpu", stop_gradient=True)
+    assert changed.dtype == torch.float64 and not changed.requires_grad and changed.process_mesh == mesh
+    made = dtensor_from_fn(torch.full, mesh, [S0], [16], 3.0)
+    assert made.shape == (16,) and torch.equal(dtensor_to_local(made), torch.full((8,), 3.0))
+    with pytest.raises(ValueError):
+        dtensor_from_fn(torch.ones, mesh, [S0, S1], [2, 3])
+    for bad in ([[0, 1], [2, 3]], None):
+        with pytest.raises((TypeError, ValueError)):
+            shard_tensor(plain, bad, [R])
+    return True
+
+
+def test_properties(ranks):
+    assert all(ranks(2, _properties))
 
 
 def test_placements_are_asked_for_their_kind():
