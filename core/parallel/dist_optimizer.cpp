@@ -1,6 +1,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
@@ -364,13 +366,63 @@ void DistOptimizer::step() {
   after_step();
 }
 
+namespace {
+
+// The norm of all gradients, the same on all ranks of the meshes: the first rank of each mesh tells
+// the others that mesh's norm.
+double norm_over_meshes(const std::vector<at::Tensor>& params,
+                        const std::vector<const DeviceMesh*>& meshes, double order) {
+  std::set<int> ranks;
+  for (const DeviceMesh* mesh : meshes) ranks.insert(mesh->ranks().begin(), mesh->ranks().end());
+  const auto count = static_cast<int64_t>(meshes.size());
+  at::Tensor norms = at::zeros({count + 1}, at::kDouble);
+  for (int64_t m = 0; m <= count; ++m) {
+    const DeviceMesh* const mesh = m < count ? meshes[m] : nullptr;  // the last: ordinary tensors
+    if (mesh && !mesh->is_member()) continue;
+    std::vector<at::Tensor> own;
+    for (const at::Tensor& param : params) {
+      const bool is_here =
+          mesh ? is_dist(param) && find_dist_meta(param)->spec->mesh == *mesh : !is_dist(param);
+      if (is_here && param.grad().defined())
+        own.push_back(at::linalg_vector_norm(param.grad(), order).to(at::kDouble));
+    }
+    if (own.empty()) continue;
+    const at::Tensor norm = at::linalg_vector_norm(at::stack(own), order);
+    const at::Tensor whole = mesh ? full_tensor(norm) : norm;
+    const bool tells =
+        !mesh || std::ranges::all_of(*mesh->coordinate(), [](int64_t at) { return at == 0; });
+    if (tells) norms[m].copy_(whole);
+  }
+  at::Tensor shared = norms.narrow(0, 0, count);
+  meshes[0]
+      ->process_group_of({ranks.begin(), ranks.end()})
+      ->all_reduce(shared, ReduceOp::kSum, {"norms of meshes"})
+      ->wait();
+  return at::linalg_vector_norm(norms, order).item<double>();
+}
+
+}  // namespace
+
 void DistOptimizer::zero_grad() { sharded_ ? sharded_->zero_grad() : optimizer_->zero_grad(); }
 
 double DistOptimizer::clip_grad_norm_(double max_norm, double norm_type) {
   if (sharded_) return sharded_->clip_grad_norm_(max_norm, norm_type);
   std::vector<at::Tensor> params;
-  for (const NamedTensor& param : params_) params.push_back(param.tensor);
-  return torch::nn::utils::clip_grad_norm_(params, max_norm, norm_type);
+  std::vector<const DeviceMesh*> meshes;
+  for (const NamedTensor& param : params_) {
+    params.push_back(param.tensor);
+    if (!is_dist(param.tensor) || !param.tensor.grad().defined()) continue;
+    const DeviceMesh& mesh = find_dist_meta(param.tensor)->spec->mesh;
+    if (std::ranges::none_of(meshes, [&](const DeviceMesh* each) { return *each == mesh; }))
+      meshes.push_back(&mesh);
+  }
+  if (meshes.size() < 2) return torch::nn::utils::clip_grad_norm_(params, max_norm, norm_type);
+  at::NoGradGuard no_grad;
+  const double norm = norm_over_meshes(params, meshes, norm_type);
+  const double factor = max_norm / (norm + 1e-6);
+  for (const at::Tensor& param : params)
+    if (param.grad().defined() && !(factor >= 1)) param.grad().mul_(factor);
+  return norm;
 }
 
 std::map<std::string, at::Tensor> DistOptimizer::state_dict() {

@@ -376,25 +376,32 @@ void call_fused_step(const c10::OperatorHandle& op, Stack arguments) {
   ListCall(op, std::move(arguments), {.needs_memory = true, .writes_grads = scales}).run();
 }
 
-// Shares the findings with all ranks of the mesh: each rank has checked its own parts only.
+// Shares the findings with all ranks of the meshes: each rank has checked its own parts only. Ranks
+// of one mesh alone, whose tensors are whole on each, have checked the same.
 void share_findings(const ListCall& call, const at::Tensor& found) {
-  std::vector<const DeviceMesh*> meshes;
+  const DeviceMesh* mesh = nullptr;
+  std::set<int> ranks;
+  bool is_member = false, is_shared = false;
   for (size_t i = 0; i < call.size(); ++i) {
     const DistSpecPtr& spec = call.row(i);
-    if (!spec || !spec->mesh.is_member() || spec->mesh.size() == 1) continue;
-    const bool is_cut = std::ranges::any_of(
-        spec->placements, [](const Placement& placement) { return is_shard(placement); });
-    const bool is_known =
-        std::ranges::any_of(meshes, [&](const DeviceMesh* mesh) { return *mesh == spec->mesh; });
-    if (is_cut && !is_known) meshes.push_back(&spec->mesh);
+    if (!spec) continue;
+    is_member = is_member || spec->mesh.is_member();
+    ranks.insert(spec->mesh.ranks().begin(), spec->mesh.ranks().end());
+    is_shared = is_shared || std::ranges::any_of(spec->placements, [](const Placement& placement) {
+                  return is_shard(placement);
+                });
+    if (!mesh) mesh = &spec->mesh;
+    is_shared = is_shared || std::cmp_not_equal(ranks.size(), spec->mesh.size()) ||
+                std::cmp_not_equal(ranks.size(), mesh->size());
   }
+  if (!is_shared || !is_member || ranks.size() == 1) return;
   const DistMeta* const meta = find_dist_meta(found);
   at::Tensor own = meta ? meta->local : found;
-  for (const DeviceMesh* const mesh : meshes) {
-    at::Tensor largest = own.contiguous();
-    mesh->process_group()->all_reduce(largest, ReduceOp::kMax, {"check of gradients"})->wait();
-    if (!largest.is_same(own)) own.copy_(largest);
-  }
+  at::Tensor largest = own.contiguous();
+  mesh->process_group_of({ranks.begin(), ranks.end()})
+      ->all_reduce(largest, ReduceOp::kMax, {"check of gradients"})
+      ->wait();
+  if (!largest.is_same(own)) own.copy_(largest);
 }
 
 void check_gradients(const c10::OperatorHandle& op, Stack arguments) {

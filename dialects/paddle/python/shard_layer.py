@@ -37,8 +37,8 @@ class ProcessMesh(DeviceMesh):
 
     def get_submesh_with_dim(self, dim_name: str) -> "ProcessMesh | None":
         """The ranks that differ from this one in that dim alone; None on ranks outside of the mesh."""
-        dim, at = self.dim(dim_name), self.coordinate
-        return None if at is None else self[tuple(slice(None) if each == dim else at[each] for each in range(self.ndim))]
+        self.dim(dim_name)  # must be one
+        return _process_mesh(self.sub_mesh([dim_name])) if self.is_member() else None
 
     def get_group(self, dim_name: str | None = None) -> _C.ProcessGroup:
         """The group of this rank's line along a dim; None: the only dim. Collective over the line at its first call."""

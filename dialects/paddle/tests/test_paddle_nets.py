@@ -459,6 +459,55 @@ def test_mixed_precision(ranks, name):
     assert all(ranks(_NETS[name][0], _precision, name))
 
 
+def _overflow(name, key, own):
+    """Infinity in one rank's part of a gradient alone: no rank steps, whatever mesh it is in."""
+    model, place = _sharded(name)
+    before = {key: dtensor_to_local(value).clone() for key, value in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if own else shard_scaler(tessera.GradScaler(init_scale=8.0))
+    stepped = optimizer if own else shard_optimizer(optimizer)
+    scales = []
+    for infinite in (True, False):
+        stepped.zero_grad()
+        scaler.scale(model(place(_data(0)[0])).sum()).backward()
+        if infinite:
+            model.get_parameter(key).grad.view(-1)[-1] = float("inf")
+        scaler.step(stepped)
+        scaler.update()
+        scales.append(scaler.get_scale() if own else scaler.scaler.get_scale())
+        for its, value in model.named_parameters():
+            is_same = torch.equal(dtensor_to_local(value), before[its])
+            assert is_same == infinite or not _is_member(value), its
+    return scales
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("name", ["mp", "pp", "pp, uneven", "mp, overlapping", "dp mp pp"])
+def test_an_overflow_on_one_mesh_skips_the_step_on_all(ranks, name, own):
+    for key in ("linear_0.weight", "linear_1.weight"):
+        assert ranks(_NETS[name][0], _overflow, name, key, own) == [[4.0, 4.0]] * _NETS[name][0]
+
+
+def _clipped(name):
+    alone = _make()
+    F.mse_loss(alone(_data(0)[0]), _data(0)[1]).backward()
+    want = nn.utils.clip_grad_norm_(alone.parameters(), 0.01)
+    model, place = _sharded(name)
+    F.mse_loss(model(place(_data(0)[0])), _data(0)[1]).backward()
+    norm = shard_optimizer(torch.optim.SGD(model.parameters())).clip_grad_norm_(0.01)
+    assert abs(norm / float(want) - 1) < 1e-12
+    for key, parameter in alone.named_parameters():
+        have = model.get_parameter(key)
+        if _is_member(have):
+            _close(unshard_dtensor(have.grad), parameter.grad, key)
+    return norm
+
+
+@pytest.mark.parametrize("name", ["mp", "pp", "pp, uneven", "mp, overlapping", "dp mp", "dp mp pp"])
+def test_clipping(ranks, name):
+    assert len(set(ranks(_NETS[name][0], _clipped, name))) == 1
+
+
 class _Mlp(nn.Module):
     def __init__(self, first=None, second=None, everywhere=None):
         super().__init__()

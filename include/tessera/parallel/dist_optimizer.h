@@ -57,7 +57,7 @@ class TESSERA_API DistOptimizer {
   void step();
   void zero_grad();
   /// Clips as `torch::nn::utils::clip_grad_norm_` does; counts each element once, for any
-  /// placements.
+  /// placements. Parameters may lie on several meshes; collective over the ranks of all of them.
   double clip_grad_norm_(double max_norm, double norm_type = 2.0);
 
   /// Returns the state that a resumed run needs, by name: for each parameter `name.exp_avg` and so
