@@ -65,8 +65,10 @@ at::Tensor part_of(const at::Tensor& tensor, const DistSpecPtr& spec) {
 
 at::Tensor with_part(const at::Tensor& tensor, const DistSpecPtr& spec) {
   const at::Tensor part = part_of(tensor, spec);
-  return part.is_alias_of(tensor) ? make_dist(part, spec, tensor.sizes(), tensor.strides())
-                                  : make_dist_like(part, spec, tensor);
+  // To compare the memory of a deferred tensor would read it.
+  return spec->mesh.is_member() && part.is_alias_of(tensor)
+             ? make_dist(part, spec, tensor.sizes(), tensor.strides())
+             : make_dist_like(part, spec, tensor);
 }
 
 struct Distribute : Function<Distribute> {
