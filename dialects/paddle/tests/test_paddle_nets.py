@@ -107,7 +107,10 @@ def _nets(name, recompute, kind, path):
             _close(unshard_dtensor(have.grad), parameter.grad, key)
             assert have.grad.placements == have.placements and have.grad.process_mesh == have.process_mesh
     # Each rank's parts come back from a checkpoint.
-    state = model.state_dict()
+    optimizer.clear_grad()
+    state = {**model.state_dict(), **{f"optimizer.{key}": value for key, value in optimizer.state_dict().items()
+                                      if value.is_dist()}}
+    assert kind != "AdamW" or "optimizer.linear_1.weight.exp_avg" in state
     before = {key: dtensor_to_local(value).clone() for key, value in state.items() if _is_member(value)}
     save_state_dict(state, path)
     with torch.no_grad():
