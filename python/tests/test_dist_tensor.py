@@ -212,7 +212,8 @@ def test_losses_of_no_elements(ranks):
 
 
 def _outside():
-    # Of PyTorch's functions for meta tensors, some raise errors of Python, and some return gradients that nobody asked for.
+    # Of PyTorch's functions for meta tensors, some raise errors of Python, some return gradients that nobody asked for, and one
+    # sizes its last result as no kernel does.
     mesh = DeviceMesh([0])
     line = tessera.distribute(torch.ones(3), mesh, [Replicate()])
     for refused in (line.tril_, lambda: line.addmm_(line, line)):
@@ -224,7 +225,10 @@ def _outside():
     scale = tessera.distribute(torch.ones(3), mesh, [Replicate()]).requires_grad_()
     x = tessera.distribute(torch.arange(18.0).view(6, 3), mesh, [Replicate()])
     nn.functional.batch_norm(x, None, None, scale, scale, training=True).sum().backward()
-    return scale.grad.shape == (3,)
+    plain = torch.ones(5, 4), torch.tensor([1, 2, 3, 4, 0, 4]), torch.arange(0, 6, 2)
+    bags = (tessera.distribute(plain[0], mesh, [Shard(0)]), *plain[1:])
+    shapes = [[tuple(result.shape) for result in torch._embedding_bag(*given, mode=1)] for given in (plain, bags)]
+    return scale.grad.shape == (3,) and shapes[0] == shapes[1]
 
 
 def test_ranks_outside_of_a_mesh(ranks):

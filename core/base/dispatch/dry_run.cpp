@@ -35,6 +35,14 @@ at::Tensor as_constants(const at::Tensor& tensor) {
       .fill_(may_be_index ? 0 : 1);
 }
 
+// True for operators whose meta functions of PyTorch's Python package refuse dtypes that kernels
+// take (a grouped product), or size results that only backward reads otherwise. Those of operators
+// whose sizes depend on values raise Python errors.
+bool misleads_on_meta(std::string_view name) {
+  return name == "aten::_grouped_mm" || name == "aten::_embedding_bag" ||
+         name == "aten::_embedding_bag_forward_only";
+}
+
 }  // namespace
 
 bool has_sizes_by_values(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments) {
@@ -49,9 +57,7 @@ bool has_sizes_by_values(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue
 
 std::optional<Stack> run_on_meta(const c10::OperatorHandle& op,
                                  at::ArrayRef<c10::IValue> arguments) {
-  // For some of these, PyTorch's Python package registers meta functions that raise Python errors;
-  // that of a grouped product refuses all dtypes but one.
-  if (has_sizes_by_values(op, arguments) || op.schema().name() == "aten::_grouped_mm")
+  if (has_sizes_by_values(op, arguments) || misleads_on_meta(op.schema().name()))
     return std::nullopt;
   Stack stack;
   for (const c10::IValue& argument : arguments)
