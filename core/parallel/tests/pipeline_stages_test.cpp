@@ -217,7 +217,7 @@ TEST(PipelineStages, MayReturnOtherTensorsEachTime) {
       return inner(x);
     };
     Pipeline pipeline(net.stages, one_f_one_b_schedule(2, 2), all_places());
-    for (const int64_t rows : {4, 7, 4}) pipeline.step({torch::randn({rows, 4})});
+    for (const int64_t rows : {4, 7, 4}) pipeline.step({on_test_device(torch::randn({rows, 4}))});
   });
 }
 
@@ -227,7 +227,7 @@ TEST(PipelineStages, ReturnTensorsWhoseSizesFitIntoAMessage) {
     net.stages[0].forward = [](const StageTensors& x) { return StageTensors(100, x[0]); };
     Pipeline pipeline(net.stages, one_f_one_b_schedule(2, 2), all_places());
     expect_contains(error_of<c10::Error>([&] {
-                      pipeline.step({torch::randn({4, 4})});
+                      pipeline.step({on_test_device(torch::randn({4, 4}))});
                     }),
                     {"[Pipeline]", "512 numbers at most; got 803"});
   });
@@ -327,7 +327,7 @@ TEST(Pipeline, RefusesBatchesThatDoNotFitOnAllRanks) {
     const auto refused = [&](const StageTensors& inputs, const StageTensors& targets) {
       return error_of([&] { pipeline.step(inputs, targets); });
     };
-    const at::Tensor x = torch::randn({4, 4});
+    const at::Tensor x = on_test_device(torch::randn({4, 4}));
     expect_contains(refused({x.narrow(0, 0, 3)}, {}), {"each of 4 micro-batches; got 3"});
     expect_contains(refused({}, {}), {"got 0"});
     expect_contains(refused({x}, {torch::ones(5)}), {"equally many rows; got 4 and 5"});
@@ -342,7 +342,7 @@ TEST(Pipeline, RefusesBatchesThatDoNotFitOnAllRanks) {
                       }
                     }),
                     {"step() on some ranks and forward() on others"});
-    pipeline.step({x}, {torch::ones(4)});
+    pipeline.step({x}, {on_test_device(torch::ones(4))});
   });
 }
 

@@ -147,10 +147,10 @@ Normalized normalize_part(const BatchNorm& norm, const DecomposedCall& call) {
           variance, variance.add(eps).rsqrt()};
 }
 
-// The dtype in which LibTorch returns statistics: on the CPU, that of the input, or float beside
-// parameters of another one.
+// The dtype in which LibTorch returns statistics: float by CUDA; else that of the input, or float
+// beside parameters of another one.
 at::ScalarType dtype_of_statistics(const BatchNorm& norm, const DecomposedCall& call) {
-  if (!norm.input.is_cpu()) return norm.wide;
+  if (norm.input.is_cuda()) return norm.wide;
   for (const char* const name : {"weight", "bias", "running_mean", "running_var"}) {
     const at::Tensor parameter = call.find(name) ? call.tensor(name) : at::Tensor();
     if (parameter.defined()) return parameter.scalar_type() == norm.dtype ? norm.dtype : norm.wide;

@@ -138,7 +138,7 @@ bool is_in_training(const OpCall& call) {
 }
 
 std::vector<TensorInfo> batch_norm_sizes(const OpCall& call) {
-  const bool is_empty = !is_in_training(call) && call.argument("input").toTensor().is_cpu();
+  const bool is_empty = !is_in_training(call) && !call.argument("input").toTensor().is_cuda();
   const int64_t channels = is_empty ? 0 : call.inputs[0].sizes[1];
   return {call.inputs[0], {{channels}}, {{channels}}};
 }

@@ -452,6 +452,7 @@ TEST(DistViews, DoNotShowMemoryBetweenElements) {
 }
 
 TEST(DistTensors, AreDense) {
+  TESSERA_ON_HOST_ONLY("the simulated device has no sparse tensors");
   run_world(3, [](World&) {
     const at::Tensor x = distribute(numbers({4, 6}), DeviceMesh({2}, {0, 2}), {Shard{0}});
     testing::expect_contains(testing::error_of<c10::NotImplementedError>([&] { x.to_sparse(); }),

@@ -175,7 +175,8 @@ class Pool {
 };
 
 Pool& pool_of(int device) {
-  static auto& pools = *new std::array<Pool, kDeviceCount>{Pool(0), Pool(1), Pool(2), Pool(3)};
+  static auto& pools = *new std::array<Pool, kDeviceCount>{Pool(0), Pool(1), Pool(2), Pool(3),
+                                                           Pool(4), Pool(5), Pool(6), Pool(7)};
   return pools.at(device);
 }
 

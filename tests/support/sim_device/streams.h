@@ -16,7 +16,7 @@
 
 namespace tessera::testing::sim {
 
-constexpr int kDeviceCount = 4;
+constexpr int kDeviceCount = 8;
 
 /// A point of a stream, for which other streams and threads wait. It outlives the stream's visit.
 class Mark {
