@@ -55,7 +55,7 @@ TEST(BadDevices, APlanNeedsOneThatIsThere) {
     ShardPlan plan;
     if (world.rank() == 1) plan.device = c10::Device(c10::DeviceType::PrivateUse1, 9);
     const std::string error = error_text([&] { fully_shard(net, plan); });
-    expect_has(error, "4 devices of type");
+    expect_has(error, "8 devices of type");
     // The plan of rank 0 is in order: nothing has changed, and the next call is fine.
     const ShardedModule sharded = fully_shard(net, {.device = test_device()});
     for (const at::Tensor& parameter : net->parameters())

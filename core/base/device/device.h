@@ -16,6 +16,12 @@ inline bool is_host(c10::Device device) { return device.is_cpu(); }
 /// the device of meta tensors.
 inline bool computes_on_host(c10::Device device) { return device.is_cpu() || device.is_meta(); }
 
+/// Returns true if kernels on `device` follow LibTorch's for accelerators where these differ from
+/// the CPU's; devices that register themselves are taken to follow the CPU's.
+inline bool has_kernels_of_accelerators(c10::Device device) {
+  return !device.is_cpu() && !device.is_privateuseone();
+}
+
 /// Returns the type of this process's accelerator: that of which LibTorch has a backend and the
 /// machine has a device. None: there is no such type.
 std::optional<c10::DeviceType> accelerator();

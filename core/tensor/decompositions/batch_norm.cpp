@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/device/device.h"
 #include "tensor/decompositions.h"
 #include "tensor/dist_meta.h"
 #include "tensor/placed.h"
@@ -147,10 +148,10 @@ Normalized normalize_part(const BatchNorm& norm, const DecomposedCall& call) {
           variance, variance.add(eps).rsqrt()};
 }
 
-// The dtype in which LibTorch returns statistics: float by CUDA; else that of the input, or float
-// beside parameters of another one.
+// The dtype in which LibTorch returns statistics: float on accelerators; else that of the input, or
+// float beside parameters of another one.
 at::ScalarType dtype_of_statistics(const BatchNorm& norm, const DecomposedCall& call) {
-  if (norm.input.is_cuda()) return norm.wide;
+  if (has_kernels_of_accelerators(norm.input.device())) return norm.wide;
   for (const char* const name : {"weight", "bias", "running_mean", "running_var"}) {
     const at::Tensor parameter = call.find(name) ? call.tensor(name) : at::Tensor();
     if (parameter.defined()) return parameter.scalar_type() == norm.dtype ? norm.dtype : norm.wide;

@@ -1,3 +1,4 @@
+#include "base/device/device.h"
 #include "tensor/rules.h"
 
 namespace tessera {
@@ -138,7 +139,8 @@ bool is_in_training(const OpCall& call) {
 }
 
 std::vector<TensorInfo> batch_norm_sizes(const OpCall& call) {
-  const bool is_empty = !is_in_training(call) && !call.argument("input").toTensor().is_cuda();
+  const c10::Device device = call.argument("input").toTensor().device();
+  const bool is_empty = !is_in_training(call) && !has_kernels_of_accelerators(device);
   const int64_t channels = is_empty ? 0 : call.inputs[0].sizes[1];
   return {call.inputs[0], {{channels}}, {{channels}}};
 }
