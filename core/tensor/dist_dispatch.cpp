@@ -314,6 +314,14 @@ void note_placed(at::ArrayRef<c10::IValue> arguments, const OpPlan* plan,
     });
 }
 
+// Results of the global sizes and dtypes.
+Stack results_without_data(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments) {
+  const RuleEntry* const rule = find_rule(op.schema());
+  std::optional<Stack> results;
+  if (!rule || !rule->knows_sizes) results = run_on_meta(op, arguments);
+  return results ? std::move(*results) : run_on_constants(op, arguments);
+}
+
 // Calls an operator on a rank that is not in the mesh of the DistTensors: pushes the results that
 // the ranks of the mesh get, with the global sizes and dtypes but without data, so that one program
 // runs on all ranks. `plan` may be null; `results` caches the results for later calls that have the
@@ -332,9 +340,7 @@ void call_outside(const c10::OperatorHandle& op, const DeviceMesh& mesh, const O
       returns_views(schema) && arguments[0].isTensor() && find_dist_meta(arguments[0].toTensor());
   push_results(schema, arguments, stack, [&](size_t i, size_t& output) {
     if (plan && std::ranges::binary_search(plan->unwanted, i)) return c10::IValue(at::Tensor());
-    const RuleEntry* const rule = find_rule(schema);
-    if (!results && !(rule && rule->knows_sizes)) results = run_on_meta(op, arguments);
-    if (!results) results = run_on_constants(op, arguments);
+    if (!results) results = results_without_data(op, arguments);
     return map_tensors((*results)[i], [&](const at::Tensor& like) {
       const at::Tensor part = with_marks_of(like, at::empty({0}, like.options().device(device)));
       const OpPlan::Output* const planned = plan ? &plan->outputs[output++] : nullptr;

@@ -8,6 +8,7 @@
 #include <variant>
 
 #include "base/dispatch/each_tensor.h"
+#include "base/dispatch/mixed_hash.h"
 #include "tensor/dist_meta.h"
 
 namespace tessera {
@@ -21,7 +22,7 @@ class Digest {
     add(std::hash<c10::OperatorName>()(op.operator_name()));
   }
 
-  void add(uint64_t value) { value_ = (value_ ^ value) * 0xff51afd7ed558ccd + (value_ >> 29); }
+  void add(uint64_t value) { value_ = mixed_hash(value_, value); }
   void add(at::IntArrayRef values) {
     for (const int64_t value : values) add(static_cast<uint64_t>(value));
   }
@@ -64,7 +65,7 @@ uint64_t digest_of(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> argu
   return digest.value();
 }
 
-void note_call(uint64_t digest) { of_thread = (of_thread ^ digest) * 0x9e3779b97f4a7c15; }
+void note_call(uint64_t digest) { of_thread = mixed_hash(of_thread, digest); }
 
 DecomposedDigest::DecomposedDigest() : before_(of_thread) {}
 

@@ -8,6 +8,7 @@
 #include <string_view>
 #include <unordered_map>
 
+#include "base/dispatch/mixed_hash.h"
 #include "tensor/dist_meta.h"
 #include "tensor/op_plan.h"
 #include "tensor/strict.h"
@@ -114,11 +115,7 @@ class Writer {
 
 size_t PlanKeyHash::operator()(const PlanKey& key) const {
   uint64_t hash = 0x9e3779b97f4a7c15;
-  for (const int64_t value : key) {
-    hash ^= static_cast<uint64_t>(value);
-    hash *= 0xff51afd7ed558ccd;
-    hash ^= hash >> 32;
-  }
+  for (const int64_t value : key) hash = mixed_hash(hash, static_cast<uint64_t>(value));
   return hash;
 }
 

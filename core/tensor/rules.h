@@ -55,6 +55,11 @@ struct RuleEntry {
   bool knows_sizes = false;
 };
 
+/// Returns an entry that `knows_sizes`.
+constexpr RuleEntry with_known_sizes(std::string_view name, Rule rule, OutputSizes sizes) {
+  return {.name = name, .rule = rule, .sizes = sizes, .knows_sizes = true};
+}
+
 /// A pending sum.
 inline constexpr Partial kSum{PartialOp::kSum};
 

@@ -70,8 +70,9 @@ def from_local(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Place
 def to_local(tensor: torch.Tensor, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
     """Returns this rank's part, which shares memory with the DistTensor. Differentiable.
 
-    `grad_placements`: of the part's gradients; None: those of `tensor`, with `Replicate` for `Partial`. `Partial` where each rank
-    computes a term, as it uses the whole tensor with its part of another one. Raises `ValueError` unless they cut the same dims.
+    `grad_placements`: of the part's gradients; None: those of `tensor`, with `Replicate` for `Partial`. `Partial` where each
+    rank computes a term, as it uses the whole tensor with its part of another one. Raises `ValueError` unless they cut the
+    same dims.
     """
     return _C.to_local(tensor, None if grad_placements is None else _where(_C.mesh_of(tensor), grad_placements)[1])
 

@@ -35,12 +35,10 @@ at::Tensor as_constants(const at::Tensor& tensor) {
       .fill_(may_be_index ? 0 : 1);
 }
 
-// True for operators whose meta functions of PyTorch's Python package refuse dtypes that kernels
-// take (a grouped product), or size results that only backward reads otherwise. Those of operators
-// whose sizes depend on values raise Python errors.
+// True for operators whose last result, which backward alone reads, has other sizes by the meta
+// functions of PyTorch's Python package than by the kernels.
 bool misleads_on_meta(std::string_view name) {
-  return name == "aten::_grouped_mm" || name == "aten::_embedding_bag" ||
-         name == "aten::_embedding_bag_forward_only";
+  return name == "aten::_embedding_bag" || name == "aten::_embedding_bag_forward_only";
 }
 
 }  // namespace
@@ -57,6 +55,7 @@ bool has_sizes_by_values(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue
 
 std::optional<Stack> run_on_meta(const c10::OperatorHandle& op,
                                  at::ArrayRef<c10::IValue> arguments) {
+  // For some operators with sizes by values, the Python package has meta functions that raise.
   if (has_sizes_by_values(op, arguments) || misleads_on_meta(op.schema().name()))
     return std::nullopt;
   Stack stack;

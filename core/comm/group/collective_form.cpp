@@ -5,17 +5,13 @@
 
 #include <algorithm>
 
+#include "base/dispatch/mixed_hash.h"
 #include "comm/group/encoding.h"
 
 namespace tessera {
 namespace {
 
 constexpr const char* kOpNames[] = {"sum", "max", "min"};  // by `ReduceOp`
-
-uint64_t mixed(uint64_t hash, int64_t value) {
-  hash = (hash ^ static_cast<uint64_t>(value)) * 0x9E3779B97F4A7C15ull;
-  return hash ^ (hash >> 32);
-}
 
 }  // namespace
 
@@ -26,7 +22,7 @@ CollectiveForm::CollectiveForm(std::string_view collective, const CollectiveTag&
 }
 
 CollectiveForm& CollectiveForm::mix(int64_t value) {
-  hash_ = mixed(hash_, value);
+  hash_ = mixed_hash(hash_, static_cast<uint64_t>(value));
   return *this;
 }
 
@@ -74,7 +70,9 @@ CollectiveForm& CollectiveForm::encoding(Encoding encoding) {
 }
 
 int CollectiveForm::message_tag(int64_t sequence, int64_t part) const {
-  return static_cast<int>((mixed(mixed(hash_, sequence), part) >> 16) & 0x7FFFFFFF);
+  const uint64_t of_sequence = mixed_hash(hash_, static_cast<uint64_t>(sequence));
+  return static_cast<int>((mixed_hash(of_sequence, static_cast<uint64_t>(part)) >> 16) &
+                          0x7FFFFFFF);
 }
 
 std::string CollectiveForm::text() const {

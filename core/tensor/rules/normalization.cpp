@@ -185,10 +185,7 @@ Strategies batch_norm_backward(const OpCall& call) {
 
 constexpr auto kNormalizationRules = with_splits({
     // On the CPU, statistics have the input's dtype.
-    {.name = "native_layer_norm",
-     .rule = layer_norm,
-     .sizes = layer_norm_sizes,
-     .knows_sizes = true},
+    with_known_sizes("native_layer_norm", layer_norm, layer_norm_sizes),
     {"native_layer_norm_backward", layer_norm_backward, layer_norm_backward_sizes},
     {"_fused_rms_norm", rms_norm, rms_norm_sizes},
     {"_fused_rms_norm_backward", rms_norm_backward, rms_norm_backward_sizes},
@@ -200,18 +197,9 @@ constexpr auto kNormalizationRules = with_splits({
      .rule = group_norm_backward,
      .sizes = group_norm_backward_sizes,
      .local = local_group_norm},
-    {.name = "native_batch_norm",
-     .rule = batch_norm,
-     .sizes = batch_norm_sizes,
-     .knows_sizes = true},
-    {.name = "_native_batch_norm_legit",
-     .rule = batch_norm,
-     .sizes = batch_norm_sizes,
-     .knows_sizes = true},
-    {.name = "_native_batch_norm_legit_no_training",
-     .rule = batch_norm,
-     .sizes = batch_norm_sizes,
-     .knows_sizes = true},
+    with_known_sizes("native_batch_norm", batch_norm, batch_norm_sizes),
+    with_known_sizes("_native_batch_norm_legit", batch_norm, batch_norm_sizes),
+    with_known_sizes("_native_batch_norm_legit_no_training", batch_norm, batch_norm_sizes),
     {"native_batch_norm_backward", batch_norm_backward, batch_norm_backward_sizes},
 });
 

@@ -300,7 +300,9 @@ TEST(ViewOperators, OfOneElementAlongTheCutDimShareItsMemory) {
           const at::Tensor x = distribute(on_test_device(whole.clone()), mesh, {Shard{dim}});
           const CommDebug debug;
           const at::Tensor y = x.view(sizes);
-          if (dim == 0 || sizes.size() > 3) EXPECT_EQ(debug.calls(), 0) << dim << sizes;
+          if (dim == 0 || sizes.size() > 3) {
+            EXPECT_EQ(debug.calls(), 0) << dim << sizes;
+          }
           y.mul_(3);
           EXPECT_TRUE(full_tensor(x).equal(on_test_device(whole * 3))) << dim << sizes;
           EXPECT_TRUE(full_tensor(y).equal(on_test_device((whole * 3).view(sizes))));

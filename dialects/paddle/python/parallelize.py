@@ -130,7 +130,7 @@ _CONFIGS = {"dp_config": {"sharding_level"}, "mp_config": {"parallelize_plan"}}
 def _checked_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
     config = {name: options for name, options in (config or {}).items() if options is not None}
     if "pp_config" in config:
-        raise NotImplementedError("[parallelize] pp_config: pipelines are not supported; leave it out")
+        raise NotImplementedError("[parallelize] pp_config is not supported; leave it out, and train stages by tessera.Pipeline")
     for name, options in config.items():
         unknown = set(options or ()) - _CONFIGS.get(name, set())
         if name not in _CONFIGS or unknown:
@@ -148,8 +148,8 @@ def parallelize(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
             "dp_config": {"sharding_level": 1}})
 
     `mesh`: None: that of `set_mesh()`. A plan's names are those of layers, or of parameters ("up.weight", "up.lora_A"), of
-    which each part may be a pattern as a shell has them; values are a plan or a list of plans. Its dim is "mp". `sharding_level`: 0, or a stage
-    of `shard_optimizer` along the dim "dp". Collective.
+    which each part may be a pattern as a shell has them; values are a plan or a list of plans. Its dim is "mp".
+    `sharding_level`: 0, or a stage of `shard_optimizer` along the dim "dp". Collective.
     """
     mesh, config = mesh or get_mesh(), _checked_config(config)
     if mesh is None:

@@ -51,9 +51,8 @@ TESSERA_API void distribute_(const at::Tensor& tensor, const DeviceMesh& mesh,
                              Placements placements);
 
 /// Makes a DistTensor from the parts that the ranks of `mesh` hold; nothing is sent or compared.
-/// All ranks of `mesh` must call it: they number such tensors, and compare the numbers when they
-/// exchange parts.
-/// It is contiguous, and shares memory with parts that are.
+/// It is contiguous, and shares memory with parts that are. All ranks of `mesh` must call it: they
+/// number such tensors, and compare the numbers when they exchange parts.
 ///
 /// `sizes` are the global sizes; if left out, all parts are assumed to have equal sizes. Throws
 /// `c10::ValueError` if this rank's part does not have the sizes that the placements give it.
