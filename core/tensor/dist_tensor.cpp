@@ -57,18 +57,20 @@ at::Tensor placed_gradient(AutogradContext* context, const at::Tensor& gradient)
                       spec->mesh, without_partial(spec->placements));
 }
 
-at::Tensor part_of(const at::Tensor& tensor, const DistSpecPtr& spec) {
-  if (!spec->mesh.is_member()) return at::empty({0}, tensor.options().requires_grad(false));
-  const at::Tensor part = placed(with_plain_memory(tensor), *spec, "distributed tensor");
-  return part.is_alias_of(tensor) && part.numel() < tensor.numel() ? part.clone() : part.detach();
-}
-
+// A tensor that is replicated keeps its memory, and with it its strides; others get parts of their
+// own, dense ones. All ranks agree on the strides: those that are not in the mesh, too.
 at::Tensor with_part(const at::Tensor& tensor, const DistSpecPtr& spec) {
-  const at::Tensor part = part_of(tensor, spec);
-  // To compare the memory of a deferred tensor would read it.
-  return spec->mesh.is_member() && part.is_alias_of(tensor)
-             ? make_dist(part, spec, tensor.sizes(), tensor.strides())
-             : make_dist_like(part, spec, tensor);
+  const bool is_kept =
+      std::ranges::all_of(spec->placements, [](const auto& p) { return is_replicate(p); });
+  const at::Tensor whole = with_plain_memory(tensor);
+  if (!spec->mesh.is_member()) {
+    const at::Tensor part = at::empty({0}, tensor.options().requires_grad(false));
+    return is_kept ? make_dist(part, spec, whole.sizes(), whole.strides())
+                   : make_dist_like(part, spec, whole);
+  }
+  const at::Tensor part = placed(whole, *spec, "distributed tensor");
+  if (is_kept) return make_dist(part.detach(), spec, whole.sizes(), whole.strides());
+  return make_dist_like(part.is_alias_of(whole) ? part.clone() : part.detach(), spec, whole);
 }
 
 struct Distribute : Function<Distribute> {
@@ -88,8 +90,8 @@ struct FromLocal : Function<FromLocal> {
     // Autograd may add to a gradient in place: a repeated element would get all sums.
     const bool repeats = at::has_internal_overlap(local) == at::MemOverlap::Yes;
     const at::Tensor part = repeats ? local.clone() : local.detach();
-    // Ranks know each other's strides only if all of them are contiguous.
-    return make_dist(part.contiguous(), spec, sizes);
+    // Ranks know each other's strides and marks only if all parts are contiguous and have none.
+    return make_dist(part.contiguous().resolve_conj().resolve_neg(), spec, sizes);
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     return {to_local(placed_gradient(context, gradients[0])), at::Tensor(), at::Tensor()};

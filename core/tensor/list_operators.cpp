@@ -66,19 +66,19 @@ class ListCall {
   // The tensor of the first list at a position.
   const at::Tensor& first(size_t i) const { return lists_[main_][i]; }
 
-  // True if a list that is written to has two tensors, or one twice, that show the same memory, of
-  // which the operator would get copies: each sees what was written before.
+  // True if a list that is written to has two tensors, or one twice, that show the same memory:
+  // each sees what was written before, which it can't where the operator gets copies. Ranks that
+  // are not in the mesh don't know which are copied.
   bool writes_twice() const {
     for (size_t argument = 0; argument < lists_.size(); ++argument) {
-      const auto& list = lists_[argument];
-      if (list.empty() || !is_written(argument)) continue;
-      bool are_copied = false;
-      std::set<const c10::TensorImpl*> bases;
-      for (size_t i = 0; i < list.size(); ++i) are_copied |= is_copied(list[i], i);
-      for (size_t i = 0; are_copied && i < list.size(); ++i) {
-        const at::TensorBase& base = list[i].is_view() ? list[i]._base() : list[i];
-        if (!bases.insert(base.unsafeGetTensorImpl()).second) return true;
+      if (lists_[argument].empty() || !is_written(argument)) continue;
+      std::vector<const c10::TensorImpl*> bases;
+      for (const at::Tensor& tensor : lists_[argument]) {
+        const at::TensorBase& base = tensor.is_view() ? tensor._base() : tensor;
+        bases.push_back(base.unsafeGetTensorImpl());
       }
+      std::ranges::sort(bases);
+      if (std::ranges::adjacent_find(bases) != bases.end()) return true;
     }
     return false;
   }
@@ -155,12 +155,6 @@ class ListCall {
     const c10::Argument& described = op_.schema().arguments()[argument];
     const bool writes = described.alias_info() && described.alias_info()->isWrite();
     return writes && (options_.writes_grads || described.name() != "grads");
-  }
-
-  // True if the operator gets the values of a tensor in other memory.
-  bool is_copied(const at::Tensor& tensor, size_t i) const {
-    const DistMeta* const meta = find_dist_meta(tensor);
-    return meta ? meta->spec != rows_[i] || meta->source : rows_[i] != nullptr;
   }
 
   // A rank has no elements of tensors of meshes that it is not in.

@@ -34,9 +34,10 @@ struct OddImpl : nn::Module {
   nn::Linear fc = register_module("fc", nn::Linear(4, 3));
 };
 
+using Program = std::function<void(const at::Tensor&, int rank)>;
+
 // What each of 3 ranks has called; the mesh has ranks 0 and 2.
-std::vector<uint64_t> digests(const std::function<void(const at::Tensor&, int rank)>& program,
-                              const Placement& placement) {
+std::vector<uint64_t> digests(const Program& program, const Placement& placement) {
   std::vector<uint64_t> found(3);
   run_world(3, [&](World& world) {
     const at::Tensor x = distribute(numbers({5, 4}), DeviceMesh({2}, {2, 0}), {placement});
@@ -60,6 +61,29 @@ TEST(OperatorDigest, IsEqualOnRanksThatRunTheSameProgram) {
   EXPECT_EQ(rows, std::vector<uint64_t>(3, rows[0]));
   EXPECT_EQ(columns, std::vector<uint64_t>(3, columns[0]));
   EXPECT_NE(rows[0], columns[0]);
+}
+
+// A rank that is not in the mesh has no memory from which it could tell.
+TEST(OperatorDigest, DoesNotDependOnTheMemoryOfParts) {
+  const auto gradients = [](const at::Tensor& x, int) {
+    x.sum({0, 1}).backward(on_test_device(torch::ones({})));
+  };
+  const auto lists = [](const at::Tensor& x, int) {
+    const torch::NoGradGuard no_grad;
+    const at::Tensor y = x.exp();
+    torch::_foreach_mul_({y.unsqueeze(0), y.narrow(1, 0, 1)}, 0.5);
+  };
+  const auto marks = [](const at::Tensor& x, int) {
+    const at::Tensor part = torch::complex(to_local(x.detach()), to_local(x.detach())).conj();
+    const DeviceMesh mesh({2}, {2, 0});
+    (from_local(part, mesh, placements_of(x), x.sizes().vec()) * 2).add(1);
+  };
+  for (const Program& program : {Program(gradients), Program(lists), Program(marks)}) {
+    for (const Placement& placement : {Placement{Replicate{}}, Placement{Shard{1}}}) {
+      const auto found = digests(program, placement);
+      EXPECT_EQ(found, std::vector<uint64_t>(3, found[0])) << to_string({placement});
+    }
+  }
 }
 
 TEST(OperatorDigest, DiffersWhereARankCallsAnotherOperator) {

@@ -168,6 +168,22 @@ TEST(DistMemory, LiesInTheOrderOfTheSource) {
   }
 }
 
+TEST(DistMemory, OfPartsIsTheirOwnUnlessTheTensorIsReplicated) {
+  for (const int ranks : {1, 3}) {
+    run_world(ranks, [](World& world) {
+      const at::Tensor x = numbers({1, 4});  // the first rank's part has all of it
+      for (const Placement& placement : {Placement{Shard{0}}, Placement{Replicate{}}}) {
+        const at::Tensor placed = distribute(x, DeviceMesh::over_world(), {placement});
+        EXPECT_EQ(to_local(placed).is_alias_of(x), is_replicate(placement)) << world.rank();
+        const at::Tensor shown = x.select(1, 0).unsqueeze(1).expand({1, 2});
+        const at::Tensor repeated = distribute(shown, DeviceMesh::over_world(), {placement});
+        EXPECT_EQ(repeated.strides(),
+                  is_replicate(placement) ? shown.strides() : c10::IntArrayRef({2, 1}));
+      }
+    });
+  }
+}
+
 // A sum's gradient is one element that is shown everywhere.
 TEST(DistGradients, OfRepeatedElementsAddUp) {
   run_world(2, [](World&) {

@@ -51,7 +51,8 @@ TESSERA_API void distribute_(const at::Tensor& tensor, const DeviceMesh& mesh,
                              Placements placements);
 
 /// Makes a DistTensor from the parts that the ranks of `mesh` hold; nothing is sent or compared.
-/// It is contiguous, and shares memory with parts that are. All ranks of `mesh` must call it: they
+/// It is contiguous, and shares memory with parts that are, unless their numbers are those of their
+/// memory conjugated or negated (`is_conj()`, `is_neg()`). All ranks of `mesh` must call it: they
 /// number such tensors, and compare the numbers when they exchange parts.
 ///
 /// `sizes` are the global sizes; if left out, all parts are assumed to have equal sizes. Throws
