@@ -240,15 +240,18 @@ def moved(tensor: torch.Tensor, mesh, mesh_dim: int, placement: Placement) -> to
     return redistribute(tensor, placements)
 
 
-def place_along(module: nn.Module, mesh, mesh_dim: int, own: Callable[[str, nn.Module], dict[str, Placement]]) -> list:
+def place_along(module: nn.Module, mesh, mesh_dim: int, own: Callable[[str, nn.Module], dict[str, Placement]],
+                mesh_at: Callable[[str], Any] | None = None) -> list:
     """Distributes a module with the placements along one mesh dim that `own(name, submodule)` returns for a submodule's own
-    parameters. Returns the list of hooks that `unwrap()` removes."""
+    parameters. `mesh_at(name)`: the mesh of a submodule; None: `mesh`. Returns the list of hooks that `unwrap()` removes."""
     def place(name: str, inner: nn.Module, own_mesh) -> None:
-        for key, placement in own(name, inner).items():
-            if inner._parameters.get(key) is not None:
-                placements: list[Any] = [Replicate()] * own_mesh.ndim
-                placements[mesh_dim] = placement
-                distribute_(inner._parameters[key], own_mesh, placements)
+        there = mesh_at(name) if mesh_at else own_mesh
+        cuts = own(name, inner)
+        for key, tensor in {**inner._parameters, **inner._buffers}.items():
+            if tensor is not None and (key in cuts or there != own_mesh):
+                placements: list[Any] = [Replicate()] * there.ndim
+                placements[mesh_dim] = cuts.get(key, Replicate())
+                distribute_(tensor, there, placements)
 
     distribute_module(module, mesh, place)
     return module.__dict__["_tessera_hooks"]

@@ -17,12 +17,13 @@ from .shard_layer import (ProcessMesh, ReduceType, ShardDataloader, ShardingStag
                           dtensor_from_fn, dtensor_from_local, dtensor_from_local_list, dtensor_to_local, get_mesh,
                           local_tensor_list_from_dtensor, reshard, set_mesh, shard_dataloader, shard_layer, shard_optimizer,
                           shard_scaler, shard_tensor, unshard_dtensor)
+from .stages import SplitPoint
 
 __all__ = [
     "ClipGradByGlobalNorm", "ColWiseParallel", "GroupShardedOptimizer", "Partial", "PrepareLayerInput",
     "PrepareLayerOutput", "ProcessMesh", "ReduceType", "Replicate", "RowWiseParallel", "SequenceParallelBegin",
     "SequenceParallelDisable", "SequenceParallelEnable", "SequenceParallelEnd", "Shard", "ShardDataloader", "ShardScaler",
-    "ShardingStage1", "ShardingStage2", "ShardingStage3", "dtensor_from_fn", "dtensor_from_local",
+    "ShardingStage1", "ShardingStage2", "ShardingStage3", "SplitPoint", "dtensor_from_fn", "dtensor_from_local",
     "dtensor_from_local_list", "dtensor_to_local", "get_mesh", "group_sharded_parallel", "load_group_sharded_model",
     "load_state_dict", "local_tensor_list_from_dtensor", "parallelize", "reshard", "save_group_sharded_model",
     "save_state_dict", "set_mesh", "shard_dataloader", "shard_layer", "shard_optimizer", "shard_scaler", "shard_tensor",

@@ -12,6 +12,7 @@ from torch import nn
 from ..dist_tensor import DeviceMesh, Replicate, Shard, is_dist, placements_of
 from ..parallel import match_modules, moved, place_along
 from .shard_layer import ShardingStage1, ShardingStage2, ShardingStage3, get_mesh, shard_optimizer
+from .stages import Stages
 
 
 class PlanBase:
@@ -124,13 +125,11 @@ class SequenceParallelDisable(SequenceParallelBegin, SequenceParallelEnd):
 
 
 _STAGES = {1: ShardingStage1, 2: ShardingStage2, 3: ShardingStage3}
-_CONFIGS = {"dp_config": {"sharding_level"}, "mp_config": {"parallelize_plan"}}
+_CONFIGS = {"dp_config": {"sharding_level"}, "mp_config": {"parallelize_plan"}, "pp_config": {"split_spec", "global_spec"}}
 
 
 def _checked_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
     config = {name: options for name, options in (config or {}).items() if options is not None}
-    if "pp_config" in config:
-        raise NotImplementedError("[parallelize] pp_config is not supported; leave it out, and train stages by tessera.Pipeline")
     for name, options in config.items():
         unknown = set(options or ()) - _CONFIGS.get(name, set())
         if name not in _CONFIGS or unknown:
@@ -150,6 +149,11 @@ def parallelize(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     `mesh`: None: that of `set_mesh()`. A plan's names are those of layers, or of parameters ("up.weight", "up.lora_A"), of
     which each part may be a pattern as a shell has them; values are a plan or a list of plans. Its dim is "mp".
     `sharding_level`: 0, or a stage of `shard_optimizer` along the dim "dp". Collective.
+
+    "pp_config" puts ranges of layers on the parts of the mesh along its dim "pp", and moves what goes from one to the next, in
+    the order of `model.named_modules()`. `split_spec`: a prefix ("layers", or a list of them), whose numbered layers divide into
+    equal ranges, or `SplitPoint.BEGINNING` or `END` by the names of the layers at which stages begin or end. `global_spec`: names
+    of layers whose output all stages use. Each batch goes through one stage after the other; `tessera.Pipeline` overlaps them.
     """
     mesh, config = mesh or get_mesh(), _checked_config(config)
     if mesh is None:
@@ -158,16 +162,24 @@ def parallelize(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     if level not in (0, *_STAGES):
         raise ValueError(f"[parallelize] sharding_level must be 0, 1, 2 or 3; got {level!r}")
     plans = _resolve(model, config.get("mp_config", {}).get("parallelize_plan", {}))
-    dim = mesh.dim("mp") if plans else 0
+    stages = Stages(model, mesh, **config["pp_config"]) if config.get("pp_config", {}).get("split_spec") is not None else None
+    if stages and level > 1:
+        raise NotImplementedError(f"[parallelize] layers on several meshes can have a sharding_level of 0 or 1; got {level}: "
+                                  f"stages of a tessera.Pipeline may have any, by fully_shard()")
+    mesh_at = stages.mesh if stages else lambda name: mesh
+    dim = mesh_at("").dim("mp") if plans else 0
 
     hooks = place_along(model, mesh, dim, lambda name, layer: {
-        key: Shard(cut) for only, plan in plans.get(name, ()) for key, cut in _cuts_of(plan, layer, only).items()})
+        key: Shard(cut) for only, plan in plans.get(name, ()) for key, cut in _cuts_of(plan, layer, only).items()}, mesh_at)
     for name, own in plans.items():
         for only, plan in own:
             if only in (None, *_OF_LAYERS):
-                _add_hooks(model.get_submodule(name), plan, mesh, dim, hooks)
+                _add_hooks(model.get_submodule(name), plan, mesh_at(name), dim, hooks)
+    if stages:
+        stages.add_hooks(model, hooks)
     if optimizer is not None:
-        optimizer = shard_optimizer(optimizer, _STAGES[level]("dp", mesh) if level else None)
+        shard_fn = (stages.shard_state if stages else _STAGES[level]("dp", mesh)) if level else None
+        optimizer = shard_optimizer(optimizer, shard_fn)
     return model, optimizer
 
 

@@ -206,8 +206,8 @@ def _meshes():
     largest = shard_tensor(torch.ones(2), one, [Partial(ReduceType.kRedMax)])
     assert largest.placements == [Partial("max")] and largest.is_dist() and not torch.ones(1).is_dist()
     assert torch.ones(1).placements is None and torch.ones(1).process_mesh is None
-    with pytest.raises(NotImplementedError, match="pp_config"):
-        parallelize(_Mlp(), mesh=one, config={"pp_config": {}})
+    with pytest.raises(ValueError, match="no dim|pp"):
+        parallelize(_Mlp(), mesh=one, config={"pp_config": {"split_spec": "up"}})
     with pytest.raises(ValueError, match="matches none"):
         parallelize(_Mlp(), mesh=one, config={"mp_config": {"parallelize_plan": {"middle": ColWiseParallel()}}})
     batches = [{"x": [torch.zeros(6, 2), {"more": torch.ones(12)}], "y": (torch.ones(6), "text")}]

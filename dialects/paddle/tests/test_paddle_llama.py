@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import tessera
 from tessera.paddle import (ColWiseParallel, PrepareLayerInput, ProcessMesh, Replicate, RowWiseParallel, SequenceParallelBegin,
-                            SequenceParallelDisable, SequenceParallelEnable, SequenceParallelEnd, Shard, parallelize, reshard,
+                            SequenceParallelDisable, SequenceParallelEnable, SequenceParallelEnd, Shard, SplitPoint, parallelize, reshard,
                             set_mesh, shard_dataloader, shard_layer, shard_optimizer, shard_tensor, unshard_dtensor)
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -53,15 +53,29 @@ class Layer(nn.Module):
         self.self_attn, self.mlp = Attention(linear), Mlp(linear)
         self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(HIDDEN, dtype=DTYPE) for _ in range(2))
 
-    def forward(self, x):
+    def forward(self, x, scale=None):
+        x = x if scale is None else x * scale
         x = x + self.self_attn(self.input_layernorm(x))
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Scale(nn.Module):
+    """What all layers use."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.linspace(0.5, 1, LENGTH, dtype=DTYPE).view(-1, 1))
+        self.weight = nn.Parameter(torch.ones(1, dtype=DTYPE))
+
+    def forward(self):
+        return self.steps * self.weight
 
 
 class Llama(nn.Module):
     def __init__(self, kind):
         super().__init__()
         linear = Lora if kind == "lora" else lambda ins, outs, bias=False: nn.Linear(ins, outs, bias, dtype=DTYPE)
+        self.scale = Scale() if kind == "scaled" else None
         self.embed_tokens = nn.Embedding(VOCABULARY, HIDDEN, dtype=DTYPE)
         self.position_embedding = nn.Embedding(LENGTH, HIDDEN, dtype=DTYPE) if kind == "positions" else None
         self.layers = nn.ModuleList(Layer(linear) for _ in range(2))
@@ -74,8 +88,9 @@ class Llama(nn.Module):
         x = self.embed_tokens(tokens)
         if self.position_embedding is not None:
             x = x + self.position_embedding(torch.arange(LENGTH).expand(tokens.shape))
+        scale = {} if self.scale is None else {"scale": self.scale()}
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, **scale)
         return self.lm_head(self.norm(x))
 
 
@@ -203,6 +218,64 @@ def _stages(shape):
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 2)])
 def test_llama_of_two_stages(ranks, shape):
     assert all(ranks(2 * shape[0] * shape[1], _stages, shape))
+
+
+def _pipelined(kind, shape, level, pp_config):
+    """The stages that `parallelize` makes."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(VOCABULARY, (2, 4, LENGTH), generator=generator).unbind() for _ in range(4)]
+    alone, optimizer = _make(kind)
+    want = _train(alone, optimizer, batches)
+    mesh = ProcessMesh(torch.arange(tessera.size()).view(2, *shape), ["pp", "dp", "mp"])
+    model, optimizer = parallelize(*_make(kind), mesh, {"dp_config": {"sharding_level": level}, "pp_config": pp_config,
+                                                        "mp_config": {"parallelize_plan": _plan(kind)}})
+    for name, tensor in model.state_dict().items():
+        assert tensor.process_mesh == mesh[int(name.startswith(("layers.1", "norm", "lm_head")))], name
+    loader = shard_dataloader(batches, [mesh[0], mesh[1]], shard_dims="dp")
+    member = mesh[1].contains(tessera.rank())
+    averages = [tensor.placements[0] for name, tensor in optimizer.state_dict().items() if name.endswith("exp_avg")]
+    assert averages and (not level or set(averages) == {S0})
+    losses = _train(model, optimizer, loader, lambda loss: unshard_dtensor(loss) if member else 0)
+    if member:
+        torch.testing.assert_close(losses, want, rtol=1e-10, atol=0)
+    for name, parameter in alone.named_parameters():
+        have = model.get_parameter(name)
+        if have.process_mesh.contains(tessera.rank()):
+            torch.testing.assert_close(unshard_dtensor(have).detach(), parameter.detach(), rtol=1e-8, atol=1e-11)
+    return True
+
+
+@pytest.mark.parametrize("kind, shape, level, pp_config", [
+    *(("plain", shape, level, {"split_spec": "layers"}) for shape, level in (((1, 1), 0), ((1, 2), 0), ((2, 1), 1), ((2, 2), 1))),
+    ("plain", (2, 1), 0, {"split_spec": ["layers"]}), ("sequence", (1, 2), 0, {"split_spec": {"layers.0": SplitPoint.END}}),
+    ("lora", (1, 2), 0, {"split_spec": {"layers.1": SplitPoint.BEGINNING}}),
+    *(("scaled", shape, 0, {"split_spec": "layers", "global_spec": "scale"}) for shape in ((1, 1), (2, 2)))])
+def test_llama_in_stages(ranks, kind, shape, level, pp_config):
+    assert all(ranks(2 * shape[0] * shape[1], _pipelined, kind, shape, level, pp_config))
+
+
+def _refused_stages():
+    mesh = ProcessMesh([[0], [1]], ["pp", "mp"])
+
+    def refused(match, kind="plain", **config):
+        with pytest.raises(ValueError, match=match):
+            parallelize(Llama(kind), mesh=mesh, config={"pp_config": config})
+
+    refused("2 equal ranges; got 0 layers", split_spec="blocks")
+    refused("'layers.7' is none of", split_spec={"layers.7": SplitPoint.END})
+    refused("'scales' is none of", split_spec="layers", global_spec=["scales"])
+    refused("which is the last layer", split_spec={"lm_head": SplitPoint.END})
+    refused("1 besides the first; got", split_spec={"layers.0": SplitPoint.END, "layers.1": SplitPoint.END})
+    refused("'lm_head.weight' is 'embed_tokens.weight' of another", "tied", split_spec="layers")
+    with pytest.raises(NotImplementedError, match="0 or 1; got 2"):
+        parallelize(Llama("plain"), mesh=mesh, config={"pp_config": {"split_spec": "layers"}, "dp_config": {"sharding_level": 2}})
+    model, _ = parallelize(Llama("plain"), mesh=mesh, config={"pp_config": {}})
+    assert all(tensor.process_mesh == mesh for tensor in model.state_dict().values())  # no stages
+    return True
+
+
+def test_stages_that_cannot_be(ranks):
+    assert all(ranks(2, _refused_stages))
 
 
 def _bytes():
