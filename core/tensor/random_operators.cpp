@@ -65,6 +65,13 @@ at::Generator generator_of(const c10::FunctionSchema& schema, at::ArrayRef<c10::
   return generator_on(device);
 }
 
+// An operator that has such an argument draws nothing outside of training.
+bool is_in_training(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
+  for (size_t i = 0; i < arguments.size(); ++i)
+    if (schema.arguments()[i].name() == "training") return arguments[i].toBool();
+  return true;
+}
+
 // Uninitialized memory, laid out as that of the whole tensor would be.
 at::Tensor room_for(const at::Tensor& tensor) {
   const auto& options = find_dist_meta(tensor)->local.options();
@@ -180,8 +187,9 @@ bool call_random(const c10::OperatorHandle& op, Stack* stack) {
   if (schema.name() == "aten::normal" && draw_normal(schema, stack)) return true;
   const auto arguments = torch::jit::last(*stack, schema.arguments().size());
   const DeviceMesh& mesh = mesh_of_arguments(op, arguments);
-  check_generators_agree(mesh, generator_of(schema, arguments, device_of(arguments)),
-                         schema.name());
+  if (is_in_training(schema, arguments))
+    check_generators_agree(mesh, generator_of(schema, arguments, device_of(arguments)),
+                           schema.name());
   const Kind* const kind = kind_of(schema.name());
   if (!kind || !find_dist_meta(arguments[0].toTensor())) return false;
   draw(op, *kind, stack);

@@ -166,7 +166,7 @@ bool batch_norm(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const Form form(call);
   if (!meta || !form.is_training || !call.any_not_whole() || input.numel() == 0) return false;
   const BatchNorm norm(input, meta->spec->mesh, meta->spec->placements);
-  const at::Tensor none = at::empty({0});
+  const at::Tensor none = at::empty({0}, input.options());
   const Normalized found = meta->spec->mesh.is_member() ? normalize_part(norm, call)
                                                         : Normalized{none, none, none, none};
   const at::Tensor mean = norm.channel_result(found.mean, norm.wide);
@@ -227,7 +227,7 @@ bool batch_norm_backward(const c10::OperatorHandle& op, torch::jit::Stack& stack
     return false;
   const DeviceMesh& mesh = (meta ? meta : gradient)->spec->mesh;
   const BatchNorm norm(input, mesh, placements_of(meta, gradient));
-  const at::Tensor none = at::empty({0});
+  const at::Tensor none = at::empty({0}, input.options());
   const Gradients found =
       mesh.is_member() ? gradients_of_part(norm, call) : Gradients{none, none, none};
   const auto wanted = call.argument("output_mask").toBoolList();
