@@ -153,14 +153,6 @@ void draw(const c10::OperatorHandle& op, Kind kind, Stack* stack) {
         map_tensors(result, [&](const at::Tensor& tensor) { return make_result(tensor, spec); }));
 }
 
-}  // namespace
-
-bool draws_numbers(const c10::FunctionSchema& schema) {
-  return kind_of(schema.name()) || std::ranges::any_of(schema.arguments(), is_generator);
-}
-
-namespace {
-
 // Normal numbers with a mean and a deviation for each element, as LibTorch makes them of numbers
 // with mean 0 and deviation 1. Returns false for calls without a tensor of either.
 bool draw_normal(const c10::FunctionSchema& schema, Stack* stack) {
@@ -181,6 +173,10 @@ bool draw_normal(const c10::FunctionSchema& schema, Stack* stack) {
 }
 
 }  // namespace
+
+bool draws_numbers(const c10::FunctionSchema& schema) {
+  return kind_of(schema.name()) || std::ranges::any_of(schema.arguments(), is_generator);
+}
 
 bool call_random(const c10::OperatorHandle& op, Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();

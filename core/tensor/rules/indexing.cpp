@@ -8,7 +8,17 @@ namespace {
 
 // Operators that read or write elements at positions that another tensor gives.
 
+// Ranks without elements of the result would not see that there is nothing to choose from.
+void check_choice(const OpCall& call) {
+  const TensorInfo& self = call.inputs[0];
+  const bool chooses = self.ndim() > 0 && std::ranges::count(call.outputs[0].sizes, 0) == 0;
+  TORCH_CHECK_INDEX(!chooses || self.sizes[call.dim("dim", self.ndim())] > 0, "[",
+                    call.schema.name(), "] the dim to choose from has no elements; got sizes ",
+                    at::IntArrayRef(self.sizes));
+}
+
 Strategies index_select(const OpCall& call) {
+  check_choice(call);
   const int64_t ndim = call.inputs[0].ndim(), dim = call.dim("dim", ndim);
   Strategies ways;
   for (int64_t d = 0; d < ndim; ++d) {
@@ -25,6 +35,11 @@ std::vector<TensorInfo> index_select_sizes(const OpCall& call) {
     output.sizes[call.dim("dim", output.ndim())] =
         call.inputs[1].ndim() ? call.inputs[1].sizes[0] : 1;
   return {output};
+}
+
+Strategies gather(const OpCall& call) {
+  check_choice(call);
+  return along_other_dims(call);
 }
 
 // Reduces rows of `source` into `self`, at the positions that `index` gives along `dim`.
@@ -165,7 +180,7 @@ std::vector<TensorInfo> like_values(const OpCall& call) {
 }
 
 constexpr auto kIndexingRules = with_splits({
-    {"gather", along_other_dims, like_second},
+    {"gather", gather, like_second},
     {"scatter", along_other_dims, like_first},
     {"scatter_", along_other_dims, like_first},
     {"scatter_add", along_other_dims, like_first},

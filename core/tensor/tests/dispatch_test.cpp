@@ -403,6 +403,22 @@ TEST(DistOutsideTheMesh, BackwardsCrossMeshesFromDecomposedOperators) {
   });
 }
 
+// Also on ranks that have no elements of the result, or are not in the mesh.
+TEST(DistOutsideTheMesh, ChoicesOfNothingAreErrorsOnAllRanks) {
+  run_world(3, [](World&) {
+    const DeviceMesh mesh({2}, {0, 2});
+    for (const Placement& placement : {Placement{Shard{0}}, Placement{Shard{1}}}) {
+      const at::Tensor nothing = distribute(numbers({0, 1}), mesh, {placement});
+      const at::Tensor index =
+          distribute(on_test_device(torch::zeros({1}, torch::kLong)), mesh, {Shard{0}});
+      EXPECT_THROW(nothing.index_select(0, index), c10::IndexError);
+      EXPECT_THROW(nothing.gather(0, index.view({1, 1})), c10::IndexError);
+      EXPECT_EQ(nothing.index_select(0, index.slice(0, 1)).sizes(), c10::IntArrayRef({0, 1}));
+      EXPECT_EQ(nothing.t().index_select(0, index).sizes(), c10::IntArrayRef({1, 0}));
+    }
+  });
+}
+
 // What values tell is not made up.
 TEST(DistOutsideTheMesh, ResultsThatDependOnValuesAreErrors) {
   run_world(3, [](World&) {
