@@ -11,6 +11,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <map>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -23,6 +24,7 @@
 #include "engine/optim/segments.h"
 #include "engine/optim/sharded_optimizer_access.h"
 #include "engine/optim/tensor_kind.h"
+#include "tensor/dist_meta.h"
 
 namespace tessera {
 namespace {
@@ -71,6 +73,26 @@ AlikeGradients collect_gradients(const torch::optim::Optimizer& optimizer) {
               "[unscale_] there must be a backward since the last zero_grad(); no parameter of the "
               "optimizer has a gradient");
   return lists;
+}
+
+// On DistTensors the operator combines the results of the ranks of its tensors' meshes: those of
+// several calls are combined here.
+void share_over_meshes(const AlikeGradients& lists, const at::Tensor& found_inf) {
+  std::set<int> ranks;
+  const DeviceMesh* own = nullptr;
+  for (const auto& [alike, gradients] : lists) {
+    for (const at::Tensor& gradient : gradients) {
+      const DistMeta* const meta = find_dist_meta(gradient);
+      if (!meta) continue;
+      const DeviceMesh& mesh = meta->spec->mesh;
+      ranks.insert(mesh.ranks().begin(), mesh.ranks().end());
+      if (mesh.is_member()) own = &mesh;
+    }
+  }
+  if (!own || lists.size() == 1 || ranks.size() == 1) return;
+  own->process_group_of({ranks.begin(), ranks.end()})
+      ->all_reduce(found_inf, ReduceOp::kMax, kFoundInf)
+      ->wait();
 }
 
 }  // namespace
@@ -149,10 +171,12 @@ bool GradScaler::Impl::unscale(ShardedOptimizer& optimizer) {
   return on_any_rank(found_inf);
 }
 
-// On DistTensors the operator itself combines the results of all ranks of their meshes.
 bool GradScaler::Impl::unscale(torch::optim::Optimizer& optimizer) {
   at::NoGradGuard no_grad;
-  return on_any_rank(unscale_parts(collect_gradients(optimizer)));
+  const AlikeGradients lists = collect_gradients(optimizer);
+  const at::Tensor found_inf = unscale_parts(lists);
+  share_over_meshes(lists, found_inf);
+  return on_any_rank(found_inf);
 }
 
 // PyTorch's scaler notices only if no loss was ever scaled. Gradients of a scale of 1 are right.

@@ -1,5 +1,6 @@
 // The scaler of losses: its formula, agreement of all ranks, and the orders of calls.
 #include <gtest/gtest.h>
+#include <tessera/tensor/dist_tensor.h>
 
 #include <stdexcept>
 
@@ -49,6 +50,33 @@ TEST(GradScaler, StepsOfScaledLossesAreThoseOfTheLosses) {
       // Powers of two cost no bits.
       expect_same_state(scaled.state(), plain.state(), 0, "scaled");
       EXPECT_EQ(scaler.get_scale(), 4096) << "grown every second step";
+    });
+  }
+}
+
+// The operator is called for each dtype, and asks the ranks of its own tensors' meshes.
+TEST(GradScaler, AnOverflowOnOneMeshSkipsTheStepOnOthersOfAnotherDtype) {
+  for (const int overflowing : {-1, 0, 1, 2}) {
+    run_world(3, [&](World& world) {
+      const auto placed = [](at::ScalarType dtype, std::vector<int> ranks) {
+        const auto size = static_cast<int64_t>(ranks.size());
+        const DeviceMesh mesh({size}, std::move(ranks));
+        const at::Tensor ones = on_test_device(torch::ones({4}, dtype));
+        at::Tensor param = distribute(ones, mesh, {Shard{0}}).requires_grad_();
+        param.mutable_grad() = distribute(ones, mesh, {Shard{0}});
+        return param;
+      };
+      const std::vector<at::Tensor> params{placed(torch::kFloat, {1, 0}),
+                                           placed(torch::kDouble, {2})};
+      for (const at::Tensor& param : params)
+        if (world.rank() == overflowing && mesh_of(param).is_member())
+          to_local(param.grad()).fill_(INFINITY);
+      torch::optim::SGD optimizer(params, 0.5);
+      GradScaler scaler({.init_scale = 1});
+      EXPECT_EQ(scaler.step(optimizer), overflowing < 0) << "rank " << overflowing;
+      for (const at::Tensor& param : params)
+        if (mesh_of(param).is_member())
+          EXPECT_TRUE(to_local(param).detach().eq(overflowing < 0 ? 0.5 : 1).all().item<bool>());
     });
   }
 }
