@@ -15,6 +15,8 @@ const std::vector<FaultCase>& all_faults() {
       {"throw_in_backward", "throw in backward", kDead, kOwn, "backward"},
       {"throw_in_loader", "throw in the loader", kDead, kOwn, "loader"},
       {"early_return", "early return", kDead, kOwn, "early_return"},
+      {"exits", "exit(3)", kDead, kOwn, "exit"},
+      {"crashes", "SIGSEGV", kDead, kOwn, "crash"},
       {"stopped", "SIGSTOP for good", kStuck, kStop, "driven"},
       {"link_down", "link down for good", kStuck, kLinkDown, "driven"},
       {"lone_barrier", "lone barrier", kMismatch, kOwn, "lone_barrier"},

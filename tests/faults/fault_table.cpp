@@ -48,8 +48,11 @@ void FaultTable::add(const Cell& cell, const std::vector<Outcome>& outcomes) {
   const bool has_steps = cell.fault->is_in_step();
   rows_.push_back(fmt::format(
       "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {:.0f} | {} |\n", cell.fault->text,
-      cell.transport, cell.ranks, outcomes.size(), share(sum.named, sum.survivors),
-      share(sum.blamed_others, sum.survivors), has_steps ? share(sum.placed, sum.survivors) : "-",
+      cell.transport,
+      cell.hosts == 1 ? std::to_string(cell.ranks)
+                      : fmt::format("{}x{}", cell.hosts, cell.ranks / cell.hosts),
+      outcomes.size(), share(sum.named, sum.survivors), share(sum.blamed_others, sum.survivors),
+      has_steps ? share(sum.placed, sum.survivors) : "-",
       has_times ? fmt::format("{:.2f}", median_of(sum.seconds)) : "-",
       has_times ? fmt::format("{:.2f}", *std::max_element(sum.seconds.begin(), sum.seconds.end()))
                 : "-",

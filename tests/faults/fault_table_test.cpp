@@ -66,16 +66,19 @@ void try_cell(const Cell& cell, int count) {
   if (!outcomes.empty()) table().add(cell, outcomes);
 }
 
-using Parameters = std::tuple<std::string, std::string, int>;
+using Shape = std::pair<int, int>;  // hosts, and ranks on each
+using Parameters = std::tuple<std::string, std::string, Shape>;
 
 Cell cell_of(const Parameters& parameters) {
-  const auto& [fault, transport, ranks] = parameters;
-  return {&fault_named(fault), transport, ranks};
+  const auto& [fault, transport, shape] = parameters;
+  return {&fault_named(fault), transport, shape.first * shape.second, shape.first};
 }
 
 std::string name_of(const ::testing::TestParamInfo<Parameters>& info) {
-  const auto& [fault, transport, ranks] = info.param;
-  return fault + "_" + transport + "_" + std::to_string(ranks);
+  const auto& [fault, transport, shape] = info.param;
+  const auto& [hosts, ranks] = shape;
+  return fault + "_" + transport + "_" + (hosts > 1 ? std::to_string(hosts) + "x" : "") +
+         std::to_string(ranks);
 }
 
 std::vector<std::string> names_of_all() {
@@ -96,10 +99,18 @@ using ::testing::ValuesIn;
 INSTANTIATE_TEST_SUITE_P(Few, FaultTableOf,
                          Combine(Values("killed", "throw_in_backward", "different_order",
                                         "missing"),
-                                 Values("arena", "gloo"), Values(2)),
+                                 Values("arena", "gloo"), Values(Shape(1, 2))),
+                         name_of);
+INSTANTIATE_TEST_SUITE_P(FewOnHosts, FaultTableOf,
+                         Combine(Values("killed"), Values("arena", "gloo"), Values(Shape(2, 2))),
                          name_of);
 INSTANTIATE_TEST_SUITE_P(All, FaultTableNightly,
-                         Combine(ValuesIn(names_of_all()), Values("arena", "gloo"), Values(2, 4)),
+                         Combine(ValuesIn(names_of_all()), Values("arena", "gloo"),
+                                 Values(Shape(1, 2), Shape(1, 4))),
+                         name_of);
+INSTANTIATE_TEST_SUITE_P(OnHosts, FaultTableNightly,
+                         Combine(ValuesIn(names_of_all()), Values("arena", "gloo"),
+                                 Values(Shape(2, 1), Shape(2, 2), Shape(3, 2))),
                          name_of);
 
 }  // namespace tessera::fault_table_test

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <stdexcept>
@@ -100,6 +101,8 @@ bool train_step(const tessera::World& world, tessera::Training& training,
   get_ready(conscience);
   if (conscience.commits("loader")) fail();
   if (conscience.commits("early_return")) return false;
+  if (conscience.commits("exit")) std::exit(3);
+  if (conscience.commits("crash")) std::raise(SIGSEGV);
   if (conscience.commits("skipped_batch")) return true;
   if (conscience.commits("lone_barrier")) world.process_group()->barrier({.subject = "epoch"});
   if (conscience.commits("lone_save"))

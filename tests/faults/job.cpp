@@ -17,9 +17,12 @@ constexpr int kSteps = 200, kStepsUntilKilled = 1'000'000;
 }  // namespace
 
 FaultJob::FaultJob(const Cell& of_cell, int number, std::string of_mark)
-    : cell(of_cell), mark(std::move(of_mark)), culprit((number + 1) % of_cell.ranks) {
+    : cell(of_cell),
+      mark(std::move(of_mark)),
+      culprit((number + 1) % of_cell.ranks),
+      hosts_(of_cell.fault->deed == Deed::kLinkDown ? std::max(2, of_cell.hosts) : of_cell.hosts) {
   const Deed deed = cell.fault->deed;
-  if (deed == Deed::kLinkDown) hosts = std::make_unique<tools::LinkedHosts>(2, /*mbit=*/0);
+  if (hosts_ > 1) hosts = std::make_unique<tools::LinkedHosts>(hosts_, /*mbit=*/0);
   if (deed == Deed::kSilentPort || deed == Deed::kWebPort) {
     stranger = std::make_unique<Stranger>(deed == Deed::kWebPort);
     port = stranger->port();
@@ -36,7 +39,7 @@ std::map<std::string, std::string> FaultJob::environment_for(int rank) const {
   environment["TESSERA_JOB"] = environment["TESSERA_REPORT_AFTER"] = "";
   environment[mark.substr(0, mark.find('='))] = mark.substr(mark.find('=') + 1);
   if (hosts) {
-    const int ranks_of_host = cell.ranks / 2;
+    const int ranks_of_host = cell.ranks / hosts_;
     environment["LOCAL_RANK"] = std::to_string(rank % ranks_of_host);
     environment["LOCAL_WORLD_SIZE"] = std::to_string(ranks_of_host);
     environment["MASTER_ADDR"] = hosts->address(0);
@@ -73,10 +76,10 @@ Culprit FaultJob::cause_for(int rank) const {
     case Deed::kTwoJobs:
     case Deed::kNamelessJobs:
       return {.other = "\\b(another job|" + std::to_string(port) + ")\\b"};
-    case Deed::kLinkDown: {  // to a rank, the whole other host is gone
+    case Deed::kLinkDown: {  // to a rank, all hosts on the other side are gone
       Culprit others;
       for (int other = 0; other < cell.ranks; ++other) {
-        if (host_of(other) != host_of(rank)) others.ranks.insert(other);
+        if ((host_of(other) == 0) != (host_of(rank) == 0)) others.ranks.insert(other);
       }
       return others;
     }

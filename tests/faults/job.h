@@ -38,7 +38,9 @@ struct FaultJob {
 
  private:
   std::map<std::string, std::string> environment_for(int rank) const;
-  int host_of(int rank) const { return 2 * rank / cell.ranks; }
+  int host_of(int rank) const { return hosts_ * rank / cell.ranks; }
+
+  const int hosts_;
 };
 
 }  // namespace tessera

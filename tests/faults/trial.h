@@ -12,6 +12,7 @@ struct Cell {
   const FaultCase* fault = nullptr;
   std::string transport;
   int ranks = 2;
+  int hosts = 1;  ///< in network namespaces, if there are several
 };
 
 /// The result of one trial.

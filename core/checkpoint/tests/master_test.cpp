@@ -108,6 +108,7 @@ TEST_P(MasterCheckpoint, OfRoundedGathersHasTheBitsOfTheMasters) {
   const auto [ranks, whole] = GetParam();
   const ScratchDirectory directory;
   for (const auto dtype : {at::kBFloat16, at::kChar}) {
+    if (dtype == at::kChar && !tests_on_host()) continue;
     run_world(ranks, [&, whole = whole](World&) {
       const auto saved = fully_shard(make_net(1), {.precision = {.gather_dtype = dtype}});
       save_checkpoint(directory / "saved", saved, nullptr, {.whole_parameters = whole});

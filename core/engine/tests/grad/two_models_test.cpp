@@ -79,6 +79,7 @@ TEST(TwoModels, MayBeUsedInOppositeOrders) {
 
 // Each rank waits for the other's gathers.
 TEST(TwoModels, WhoseParametersAreFreedMustBeUsedInOneOrder) {
+  TESSERA_ON_HOST_ONLY("waits of a device's backend are not watched");
   const auto expected = train_alone(2);
   run_over(Transport::kGloo, 2, [&](World& world) {
     expect_error([&] { train(world, ShardLevel::kParameters, *expected); },

@@ -55,14 +55,14 @@ TEST(ChangedGradients, AreWholeOnesThatAreSet) {
     EXPECT_TRUE(sharded.has_reduced_grad(weight));
     EXPECT_EQ(sharded.grad_dtype(weight), torch::kFloat);
     sharded.set_full_grad(weight, std::get<0>(sharded.full_grad(weight).sort()));
-    sharded.set_full_grad(net->head->bias, torch::full({5}, 0.5));
+    sharded.set_full_grad(net->head->bias, on_test_device(torch::full({5}, 0.5)));
     expect_error([&] { sharded.set_full_grad(weight, torch::zeros({5})); },
                  {"[set_full_grad]", "'fc0.weight'", "[37, 37]", "[5]"});
     optimizer.step();
     const auto change = [](Mlp& alone) {
       const at::Tensor own = alone.fcs[0]->weight;
       own.mutable_grad() = std::get<0>(own.grad().sort());
-      alone.head->bias.mutable_grad() = torch::full({5}, 0.5);
+      alone.head->bias.mutable_grad() = on_test_device(torch::full({5}, 0.5));
     };
     expect_same_state(sharded.full_state(), stepped_alone(world.size(), change), 2e-6, "sorted");
   });
@@ -122,7 +122,8 @@ TEST(Cut, PartsMakeTheWholeAgain) {
       auto sharded = fully_shard(net, of_level);
       int64_t own = 0, total = 0;
       for (const at::Tensor& param : net->parameters()) {
-        const at::Tensor whole = torch::arange(param.numel(), torch::kDouble).view(param.sizes());
+        const at::Tensor whole =
+            on_test_device(torch::arange(param.numel(), torch::kDouble).view(param.sizes()));
         const at::Tensor part = sharded.cut(param, whole);
         EXPECT_EQ(part.scalar_type(), torch::kDouble);
         EXPECT_TRUE(torch::equal(sharded.gather(param, part), whole)) << world.rank();
@@ -153,7 +154,7 @@ TEST(FullValue, HasTheDigitsOfTheMasterCopy) {
       EXPECT_EQ(param.scalar_type(), torch::kBFloat16);
       const at::Tensor whole = sharded.full_value(param);
       EXPECT_EQ(whole.scalar_type(), torch::kFloat);
-      EXPECT_TRUE(whole.equal(value)) << name;
+      EXPECT_TRUE(whole.equal(on_test_device(value))) << name;
     }
     EXPECT_TRUE(sharded.any_rank(world.rank() == world.size() - 1));
     EXPECT_FALSE(sharded.any_rank(false));

@@ -268,6 +268,7 @@ TEST(Join, FailuresReachAllRanks) {
       expect_error([&] { join(job.sharded, {&job.optimizer}, fail_on_rank_1); },
                    {"another rank has failed"});
     }
+    if (!tests_on_host()) return;  // a collective that one rank alone issues stays on its stream
     expect_error(
         [&] {
           join(job.sharded, {&job.optimizer}, [&] {
