@@ -67,6 +67,18 @@ TEST(PendingReductions, ANumberAddedToOneHasItsDtypeOnAllRanks) {
   });
 }
 
+// Complex numbers have no least one.
+TEST(PendingReductions, OfRealNumbersBesideComplexOnesAreDoneFirst) {
+  run_world(2, [](World&) {
+    const auto mesh = DeviceMesh::over_world();
+    const at::Tensor x = on_test_device(torch::arange(3.0));
+    const at::Tensor least = distribute(x, mesh, {Partial{PartialOp::kMin}});
+    const at::Tensor complex = on_test_device(torch::complex(torch::ones({2}), torch::ones({2})));
+    const at::Tensor both = torch::cat({least, distribute(complex, mesh, {Shard{0}})});
+    EXPECT_TRUE(full_tensor(both.exp()).allclose(torch::cat({x, complex}).exp()));
+  });
+}
+
 TEST(PendingReductions, WhatAutogradSavedIsReducedToo) {
   run_world(2, [](World&) {
     const Product product(DeviceMesh::over_world(), true);
