@@ -60,17 +60,14 @@ at::Tensor placed_gradient(AutogradContext* context, const at::Tensor& gradient)
 // A tensor that is replicated keeps its memory, and with it its strides; others get parts of their
 // own, dense ones. All ranks agree on the strides: those that are not in the mesh, too.
 at::Tensor with_part(const at::Tensor& tensor, const DistSpecPtr& spec) {
-  const bool is_kept =
-      std::ranges::all_of(spec->placements, [](const auto& p) { return is_replicate(p); });
+  const bool is_kept = spec->placements == replicated(spec->mesh);
+  const bool is_member = spec->mesh.is_member();
   const at::Tensor whole = with_plain_memory(tensor);
-  if (!spec->mesh.is_member()) {
-    const at::Tensor part = at::empty({0}, tensor.options().requires_grad(false));
-    return is_kept ? make_dist(part, spec, whole.sizes(), whole.strides())
-                   : make_dist_like(part, spec, whole);
-  }
-  const at::Tensor part = placed(whole, *spec, "distributed tensor");
+  const at::Tensor part = is_member ? placed(whole, *spec, "distributed tensor")
+                                    : at::empty({0}, whole.options().requires_grad(false));
   if (is_kept) return make_dist(part.detach(), spec, whole.sizes(), whole.strides());
-  return make_dist_like(part.is_alias_of(whole) ? part.clone() : part.detach(), spec, whole);
+  const bool is_shared = is_member && part.is_alias_of(whole);
+  return make_dist_like(is_shared ? part.clone() : part.detach(), spec, whole);
 }
 
 struct Distribute : Function<Distribute> {

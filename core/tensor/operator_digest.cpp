@@ -60,7 +60,7 @@ uint64_t digest_of(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> argu
   for (const OpPlan::Output& output : plan->outputs) {
     digest.add(*output.spec);
     digest.add(output.sizes);
-    // Those of dims of one element are any: kernels and their functions on meta give others.
+    // Strides of dims of one element are any: kernels, and their functions on meta, differ.
     for (size_t d = 0; d < output.sizes.size(); ++d)
       digest.add(output.sizes[d] == 1 ? 0 : static_cast<uint64_t>(output.strides[d]));
   }

@@ -3,6 +3,7 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <tessera/tensor/operator_rules.h>
 
 #include <algorithm>
 #include <string>
@@ -67,9 +68,8 @@ at::Generator generator_of(const c10::FunctionSchema& schema, at::ArrayRef<c10::
 
 // An operator that has such an argument draws nothing outside of training.
 bool is_in_training(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
-  for (size_t i = 0; i < arguments.size(); ++i)
-    if (schema.arguments()[i].name() == "training") return arguments[i].toBool();
-  return true;
+  const c10::IValue* const training = NamedArguments{schema, arguments}.find("training");
+  return !training || training->toBool();
 }
 
 // Uninitialized memory, laid out as that of the whole tensor would be.

@@ -135,12 +135,10 @@ void add_sums(Strategies& ways, const OpCall& call) {
 
 void add_pending(Strategies& ways, const OpCall& call) {
   add_sums(ways, call);
-  // Real numbers beside complex ones are reduced first: complex ones have no order.
-  if (c10::isComplexType(call.outputs[0].dtype))
-    return ways.push_back(all_pending(call, PartialOp::kProd));
+  const bool is_complex = c10::isComplexType(call.outputs[0].dtype);  // such numbers have no order
   for (const auto op : {PartialOp::kMax, PartialOp::kMin, PartialOp::kProd, PartialOp::kAny,
                         PartialOp::kAll, PartialOp::kNorm})
-    ways.push_back(all_pending(call, op));
+    if (!is_complex || op == PartialOp::kProd) ways.push_back(all_pending(call, op));
 }
 
 namespace {

@@ -41,6 +41,7 @@ std::vector<double> expected_code(bool is_signed) {
 }
 
 TEST(DynamicCode, HasTheValuesOfItsDefinition) {
+  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
   for (const bool is_signed : {true, false}) {
     const auto expected = expected_code(is_signed);
     ASSERT_EQ(expected.size(), 256u);
@@ -53,7 +54,7 @@ TEST(DynamicCode, HasTheValuesOfItsDefinition) {
 }
 
 TEST(DynamicCode, TakesTheNearestValueOfEachElement) {
-  TESSERA_ON_HOST_ONLY("the host encodes its own numbers");
+  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
   for (const bool is_signed : {true, false}) {
     const auto code = expected_code(is_signed);
     for (const int64_t numel : {1, 100, 256}) {
@@ -83,6 +84,7 @@ TEST(DynamicCode, TakesTheNearestValueOfEachElement) {
 }
 
 TEST(DynamicCode, OfZerosIsZeroAndOfNumbersThatAreNotFiniteIsNaN) {
+  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
   std::vector<float> values(256, 0.0F), back(256);
   std::vector<uint8_t> codes(256);
   for (const bool is_signed : {true, false}) {
@@ -102,6 +104,7 @@ TEST(DynamicCode, OfZerosIsZeroAndOfNumbersThatAreNotFiniteIsNaN) {
 float widened(uint16_t half) { return std::bit_cast<float>(uint32_t{half} << 16); }
 
 TEST(NoisyRounding, GoesToANeighbourAndIsRightOnAverage) {
+  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
   constexpr int64_t kCount = 1 << 18;
   const Tensor noise = random({kCount}, 3);
   std::vector<uint16_t> rounded(kCount);
@@ -127,6 +130,7 @@ TEST(NoisyRounding, GoesToANeighbourAndIsRightOnAverage) {
 }
 
 TEST(NoisyRounding, DiffersByStepSeedAndMomentButNotByPlace) {
+  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
   constexpr int64_t kCount = 4096;
   const Tensor values = random({kCount}, 1), grads = random({kCount}, 2);
   const auto round = [&](uint32_t start, int64_t begin, int64_t end) {
@@ -149,6 +153,7 @@ TEST(NoisyRounding, DiffersByStepSeedAndMomentButNotByPlace) {
 }
 
 TEST(NoisyRounding, KeepsWhatIsNotFinite) {
+  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
   const float infinity = std::numeric_limits<float>::infinity();
   const float values[] = {infinity, -infinity, std::bit_cast<float>(0x7fffffffU),
                           std::bit_cast<float>(0xff800001U), 0.0F};
@@ -165,6 +170,7 @@ TEST(NoisyRounding, KeepsWhatIsNotFinite) {
 
 // Second moments of 1 that shrink by less than half of bfloat16's distance at each step.
 TEST(SmallState, DoesNotLoseSmallUpdates) {
+  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
   constexpr int64_t kCount = 4096, kSteps = 300;
   const Tensor grad = 0.5 + 0.01 * random({kCount}, 1);  // different noise for each element
   Tensor param = torch::zeros({kCount});
@@ -187,6 +193,7 @@ TEST(SmallState, DoesNotLoseSmallUpdates) {
 }
 
 TEST(SmallState, TakesTheBytesThatItsHeaderSays) {
+  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
   for (const int64_t numel : {1, 255, 256, 257, 4096}) {
     for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kByte}) {
       Tensor param = random({numel}, 1);
@@ -203,6 +210,7 @@ TEST(SmallState, TakesTheBytesThatItsHeaderSays) {
 
 // Steps in float with state that is decoded before and encoded after.
 TEST(SmallState, StepsWithFloatMomentsAndRoundsThemOnce) {
+  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
   for (const at::ScalarType dtype : kSmall) {
     for (const at::ScalarType param_dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
       Tensor own = random({37, 19}, 1).to(param_dtype), other = own.clone();
@@ -236,6 +244,7 @@ TEST(SmallState, StepsWithFloatMomentsAndRoundsThemOnce) {
 
 // As ranks and threads cut: a whole parameter and its blocks, and bfloat16 anywhere.
 TEST(SmallState, GivesEachElementTheSameBitsWhereverItLies) {
+  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
   constexpr int64_t kCount = 5 * 256 + 77;
   for (const at::ScalarType dtype : kSmall) {
     const auto options = CPUAdamOptions(1e-2).state_dtype(dtype);
@@ -267,6 +276,7 @@ TEST(SmallState, GivesEachElementTheSameBitsWhereverItLies) {
 
 // Blocks count in the order of memory, so views without gaps step as their memory does.
 TEST(SmallState, FollowsTheOrderOfMemory) {
+  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
   for (const at::ScalarType dtype : kSmall) {
     const auto options = CPUAdamOptions(1e-2).state_dtype(dtype);
     const Tensor start = random({20, 31}, 1);
@@ -293,6 +303,7 @@ TEST(SmallState, FollowsTheOrderOfMemory) {
 }
 
 TEST(SmallState, IsConvertedWhenItsOptionChanges) {
+  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
   Tensor param = random({600}, 1);
   CPUAdam adam({param}, CPUAdamOptions(1e-2));
   const auto options = [&]() -> CPUAdamOptions& {
@@ -314,6 +325,7 @@ TEST(SmallState, IsConvertedWhenItsOptionChanges) {
 }
 
 TEST(SmallState, IsSavedByLibTorchToTheBit) {
+  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
   for (const at::ScalarType saved : {at::kFloat, at::kBFloat16, at::kByte}) {
     Tensor param = random({300}, 1), other = param.clone();
     CPUAdam adam({param}, CPUAdamOptions(1e-2).state_dtype(saved).seed(9)),
@@ -341,6 +353,7 @@ TEST(SmallState, IsSavedByLibTorchToTheBit) {
 }
 
 TEST(SmallState, IsThatOfTheOptimizerForArchivesWithoutTheOption) {
+  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
   Tensor param = random({300}, 1), other = param.clone();
   CPUAdam adam({param}, CPUAdamOptions(1e-2)), loaded({other}, CPUAdamOptions().seed(4));
   param.mutable_grad() = other.mutable_grad() = random({300}, 2);
@@ -355,6 +368,7 @@ TEST(SmallState, IsThatOfTheOptimizerForArchivesWithoutTheOption) {
 }
 
 TEST(SmallState, TakesItsOptionFromTheOptimizerUnlessAGroupSaysMore) {
+  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
   Tensor a = random({10}, 1), b = random({10}, 2);
   std::vector<torch::optim::OptimizerParamGroup> groups;
   groups.emplace_back(std::vector<Tensor>{a},
@@ -373,6 +387,7 @@ TEST(SmallState, TakesItsOptionFromTheOptimizerUnlessAGroupSaysMore) {
 }
 
 TEST(SmallState, IsRefusedWhereItCannotBeKept) {
+  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
   Tensor param = torch::ones({4}, torch::kDouble), narrow = torch::ones({4});
   expect_error([&] { CPUAdam({narrow}, CPUAdamOptions().state_dtype(at::kHalf)); },
                {"[CPUAdam] state_dtype must be Float, BFloat16 or Byte; got Half"});
