@@ -31,6 +31,11 @@ c10::intrusive_ptr<const DistMeta> copy_of_meta(const at::Tensor& tensor) {
   return copy;
 }
 
+void copy_part(const DistMeta& meta, at::IntArrayRef sizes, const at::Tensor& part,
+               const DistSpec& spec, std::string_view subject) {
+  meta.local.copy_(convert(part, spec, meta.spec->placements, sizes, {subject, meta.identity}));
+}
+
 // Not the same memory under another name where there is nothing to reshape: the copy may be the
 // base's own part, and LibTorch copies a tensor to itself, but not to another one that shows the
 // same elements.
@@ -42,7 +47,7 @@ at::Tensor reshaped(const at::Tensor& tensor, at::IntArrayRef sizes) {
 
 void write_part(const DistMeta& meta, at::IntArrayRef sizes, const at::Tensor& part,
                 const DistSpec& spec, std::string_view subject) {
-  meta.local.copy_(convert(part, spec, meta.spec->placements, sizes, {subject, meta.identity}));
+  copy_part(meta, sizes, part, spec, subject);
   wrote_to(meta);
 }
 
@@ -77,7 +82,8 @@ void ViewSource::refresh() {
 }
 
 void ViewSource::write_back() {
-  write_part(*base_, sizes_, reshaped(copy_, placed_sizes_), *spec_, "view of a DistTensor");
+  copy_part(*base_, sizes_, reshaped(copy_, placed_sizes_), *spec_, "view of a DistTensor");
+  show_write(*base_);
   seen_ = writes();
 }
 

@@ -53,14 +53,20 @@ inline const at::Tensor& local_part(const DistMeta& meta) {
 void write_part(const DistMeta& meta, at::IntArrayRef sizes, const at::Tensor& part,
                 const DistSpec& spec, std::string_view subject);
 
-/// Must be called after an operator wrote to `meta.local`.
-inline void wrote_to(const DistMeta& meta) {
-  meta.identity = next_identity(*meta.spec, meta.parameter.get());
+/// Lets tensors that show the memory of `meta.local` see what was written to it.
+inline void show_write(const DistMeta& meta) {
   if (meta.source) {
     meta.source->write_back();
   } else if (meta.writes.enabled()) {
     c10::VariableVersion(meta.writes).bump();
   }
+}
+
+/// Must be called after an operator wrote to `meta.local`. Bases of a view keep their identities:
+/// it is a copy on some ranks, and on others it is not.
+inline void wrote_to(const DistMeta& meta) {
+  meta.identity = next_identity(*meta.spec, meta.parameter.get());
+  show_write(meta);
 }
 
 }  // namespace tessera

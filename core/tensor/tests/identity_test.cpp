@@ -64,6 +64,24 @@ TEST_P(OrderOfTensors, OfResultsMustBeTheSame) {
   });
 }
 
+// A view of a part that has elements is a view there, and on ranks without any it is a copy.
+TEST(Identities, ViewsAreOnAllRanksWhatTheyAreOnOne) {
+  run_world(4, [](World&) {
+    const DeviceMesh mesh({2, 2}, {2, 0, 1, 3});
+    const at::Tensor plain = torch::arange(192.0).view({2, 8, 2, 6});
+    const at::Tensor x = distribute(plain.clone(), mesh, {Shard{0}, Shard{1}});
+    const auto expect_whole = [&](const std::function<at::Tensor(const at::Tensor&)>& view) {
+      const at::Tensor own = view(x), alone = view(plain);
+      own.cumsum_(0);
+      alone.cumsum_(0);
+      for (const auto& [found, expected] : {std::pair(own, alone), {x, plain}})
+        EXPECT_TRUE(full_tensor(found).equal(expected));
+    };
+    expect_whole([](const at::Tensor& t) { return t.select(1, 4).flatten(-2); });
+    expect_whole([](const at::Tensor& t) { return t.flatten(-2).narrow(1, 3, 2); });
+  });
+}
+
 TEST_P(OrderOfTensors, OfGradientsMustBeTheSame) {
   expect_refused([](const DeviceMesh& mesh) {
     const at::Tensor x = rows(mesh).requires_grad_(), y = rows(mesh, 2).requires_grad_();
