@@ -37,8 +37,9 @@ namespace tessera {
 //
 // With a replicate dim, a second reduction follows each first one, in the same order, also where
 // the first ones are of several models. A rank starts it as soon as it finds the first one done
-// while it launches others, and at the latest when the gradients are needed. On a device it is
-// queued at once, behind the first one.
+// while it launches others, and at the latest when the gradients are needed, or when the ranks of a
+// replica are those over which another unit is sharded. On a device it is queued at once, behind
+// the first one.
 //
 // The initial order is the reverse of registration; later it is the order in which units became
 // complete. That is not the order of use: the weight of a tied output layer is used first in
@@ -279,6 +280,7 @@ void Reducer::launch(const std::vector<size_t>& units, const std::string& name) 
     gradients.push_back(gradients_[unit].get());
   }
   try {
+    ReplicaQueue::start_before_others(gradients.front()->unit().mesh().shard());
     launch_together(gradients, order_.lasting(name));
   } catch (...) {
     rethrow_as_lost(context(), fmt::format("reduce the gradients of unit '{}'", name));

@@ -3,16 +3,40 @@
 #include <map>
 
 namespace tessera {
+namespace {
+
+// All queues, by their process groups' transports.
+struct Queues {
+  std::mutex mutex;
+  std::map<const ProcessGroup*, std::weak_ptr<ReplicaQueue>> queues;
+};
+
+Queues& known() {
+  static auto* const known = new Queues();
+  return *known;
+}
+
+}  // namespace
 
 std::shared_ptr<ReplicaQueue> ReplicaQueue::of(ProcessGroup& replicate) {
-  static std::mutex mutex;
-  static auto* const queues = new std::map<const ProcessGroup*, std::weak_ptr<ReplicaQueue>>();
+  auto& [mutex, queues] = known();
   const std::lock_guard lock(mutex);
-  std::erase_if(*queues, [](const auto& entry) { return entry.second.expired(); });
-  auto& known = (*queues)[&replicate.transport()];
-  std::shared_ptr<ReplicaQueue> queue = known.lock();
-  if (!queue) known = queue = std::make_shared<ReplicaQueue>();
+  std::erase_if(queues, [](const auto& entry) { return entry.second.expired(); });
+  auto& own = queues[&replicate.transport()];
+  std::shared_ptr<ReplicaQueue> queue = own.lock();
+  if (!queue) own = queue = std::make_shared<ReplicaQueue>();
   return queue;
+}
+
+void ReplicaQueue::start_before_others(ProcessGroup& process_group) {
+  auto& [mutex, queues] = known();
+  std::shared_ptr<ReplicaQueue> queue;
+  {
+    const std::lock_guard lock(mutex);
+    const auto found = queues.find(&process_group.transport());
+    if (found != queues.end()) queue = found->second.lock();
+  }
+  if (queue) queue->start(/*waits=*/true);
 }
 
 void ReplicaQueue::push(const std::shared_ptr<Reduction>& reduction) {

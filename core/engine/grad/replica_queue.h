@@ -17,6 +17,10 @@ class ReplicaQueue {
   /// Returns the queue of `replicate`. It must live as long as that.
   static std::shared_ptr<ReplicaQueue> of(ProcessGroup& replicate);
 
+  /// Starts all reductions of the queue of `process_group`, if it is a replicate one, too: all
+  /// ranks then issue them before what they issue on it next.
+  static void start_before_others(ProcessGroup& process_group);
+
   /// Appends a reduction that was launched.
   void push(const std::shared_ptr<Reduction>& reduction);
   /// Starts adding up the replicas' sums: of all reductions, for which it waits, or only of those
