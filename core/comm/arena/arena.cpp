@@ -239,8 +239,7 @@ const Post* Arena::shown(int rank, const ArenaTicket& ticket) const {
   const auto* const post = reinterpret_cast<const Post*>(data(rank, slot.address));
   if (post->fingerprint != ticket.fingerprint) {
     const std::string theirs(post->what, strnlen(post->what, Post::kMaxText));
-    throw_disagreement(ticket.name,
-                       {-1, differing_order(ticket.number, ticket.what, rank, theirs)});
+    throw_disagreement(ticket.name, -1, differing_order(ticket.number, ticket.what, rank, theirs));
   }
   return post;
 }
@@ -383,8 +382,8 @@ bool Arena::spin(uint32_t seen) const {
 void Arena::check_neighbours(const Lacks& lacks, const CollectiveName& name,
                              Clock::time_point start) const {
   const auto waited = Clock::now() - start;
-  const auto fail = [&](int rank, const std::string& why) {
-    throw_wait_failed(name, Awaited::one(rank), waited, timeout_,
+  const auto fail = [&](int rank, bool has_ended, const std::string& why) {
+    throw_wait_failed(name, Awaited::one(rank, has_ended), waited, timeout_,
                       std::make_exception_ptr(std::runtime_error(why)));
   };
   int missing = -1, left = -1;
@@ -397,9 +396,9 @@ void Arena::check_neighbours(const Lacks& lacks, const CollectiveName& name,
   for (int rank = 0; rank < size(); ++rank) {
     if (rank == rank_ || !(left >= 0 || lacks(rank)) || !neighbours_[rank]->has_died()) continue;
     if (ledger_.bell(rank).closed.load(std::memory_order_acquire) == 0)
-      fail(rank, fmt::format("its process, {}, has ended", neighbours_[rank]->pid()));
+      fail(rank, true, fmt::format("its process, {}, has ended", neighbours_[rank]->pid()));
   }
-  if (left >= 0) fail(left, "it has left: its world was destroyed");
+  if (left >= 0) fail(left, false, "it has left: its world was destroyed");
   if (waited >= timeout_) throw_wait_failed(name, Awaited::one(missing), waited, timeout_, nullptr);
 }
 

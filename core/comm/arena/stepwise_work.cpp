@@ -166,17 +166,22 @@ class StepwiseWork final : public Work {
   void name_errors(const std::function<void()>& step) const {
     try {
       step();
-    } catch (const c10::DistBackendError&) {
+    } catch (const c10::DistBackendError& failure) {
       if (const auto cause = cause_of_abort()) throw_wait_aborted(name_, *cause);
+      const auto* const wait = dynamic_cast<const WaitError*>(&failure);
+      const bool timed_out = !wait || wait->timed_out();
+      WaitCause cause = wait ? wait->cause() : WaitCause();
       // The step knows only the ranks of its host or rail, and those may wait for another rank.
-      WaitCause cause;
-      if (name_.watch) cause = name_.watch->cause_of(name_, /*peer=*/-1, /*timed_out=*/true);
+      if (name_.watch && cause.evidence < Evidence::kReported) {
+        WaitCause own = name_.watch->cause_of(name_, -1, timed_out, /*has_ended=*/false);
+        if (own.evidence >= cause.evidence) cause = std::move(own);
+      }
       const std::string error =
           name_.describe() + " failed in one of its steps" +
           (cause.why.empty() ? "" : "; the cause: " + cause.why + "; the step said") + ": " +
           exception_text(std::current_exception());
       if (name_.watch) name_.watch->failed(name_, cause, error);
-      C10_THROW_ERROR(DistBackendError, error);
+      throw WaitError(error, cause, timed_out);
     }
   }
 

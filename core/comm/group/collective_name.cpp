@@ -32,7 +32,7 @@ void throw_wait_failed(const CollectiveName& name, const Awaited& whom,
   const double limit = std::chrono::duration<double>(timeout).count();
   const bool timed_out = waited.count() >= 0.99 * limit;
   WaitCause known;
-  if (name.watch) known = name.watch->cause_of(name, whom.rank, timed_out);
+  if (name.watch) known = name.watch->cause_of(name, whom.rank, timed_out, whom.has_ended);
   std::string why = known.why.empty() ? "" : "; the cause: " + known.why;
   if (known.rank < 0) {
     why += timed_out ? fmt::format(
@@ -51,20 +51,21 @@ void throw_wait_failed(const CollectiveName& name, const Awaited& whom,
   const std::string error = fmt::format("{} waited {:.1f} s for {}{}{}{}", name.describe(),
                                         waited.count(), whom.text, end, place_of(name), why);
   if (name.watch) name.watch->failed(name, known, error);
-  C10_THROW_ERROR(DistBackendError, error);
+  throw WaitError(error, known, timed_out);
 }
 
-void throw_disagreement(const CollectiveName& name, const WaitCause& cause) {
-  const std::string error = fmt::format("{}{}: {}", name.describe(), place_of(name), cause.why);
+void throw_disagreement(const CollectiveName& name, int rank, const std::string& how) {
+  const std::string error = fmt::format("{}{}: {}", name.describe(), place_of(name), how);
+  const WaitCause cause{rank, how, Evidence::kSeen};
   if (name.watch) name.watch->failed(name, cause, error);
-  C10_THROW_ERROR(DistBackendError, error);
+  throw WaitError(error, cause, /*timed_out=*/false);
 }
 
 void throw_wait_aborted(const CollectiveName& name, const WaitCause& cause) {
   const std::string error =
       fmt::format("{} gave up waiting{}: {}", name.describe(), place_of(name), cause.why);
   if (name.watch) name.watch->failed(name, cause, error);
-  C10_THROW_ERROR(DistBackendError, error);
+  throw WaitError(error, cause, /*timed_out=*/false);
 }
 
 std::string differing_order(int64_t sequence, const std::string& own, int rank,

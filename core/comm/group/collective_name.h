@@ -1,5 +1,6 @@
 #pragma once
 
+#include <c10/util/Exception.h>
 #include <tessera/comm/process_group.h>
 
 #include <array>
@@ -39,24 +40,42 @@ struct CollectiveName {
 struct Awaited {
   int rank = -1;  ///< of the process group; -1: several
   std::string text;
+  bool has_ended = false;  ///< the process of `rank`, as was seen
 
-  static Awaited one(int rank) { return {rank, "rank " + std::to_string(rank)}; }
+  static Awaited one(int rank, bool has_ended = false) {
+    return {rank, "rank " + std::to_string(rank), has_ended};
+  }
   static Awaited all() { return {-1, "its peers"}; }
 };
 
-/// Throws `c10::DistBackendError`: this rank waited `waited` for `whom`. If the ranks watch each
+/// The error of a wait that has failed.
+class WaitError : public c10::DistBackendError {
+ public:
+  WaitError(const std::string& text, WaitCause cause, bool timed_out)
+      : c10::DistBackendError({__func__, __FILE__, __LINE__}, text),
+        cause_(std::move(cause)),
+        timed_out_(timed_out) {}
+  const WaitCause& cause() const { return cause_; }
+  bool timed_out() const { return timed_out_; }
+
+ private:
+  WaitCause cause_;
+  bool timed_out_;
+};
+
+/// Throws `WaitError`: this rank waited `waited` for `whom`. If the ranks watch each
 /// other, it names the rank that caused it. `cause` is the exception that the backend threw, or
 /// null if it did not respond at all.
 [[noreturn]] void throw_wait_failed(const CollectiveName& name, const Awaited& whom,
                                     std::chrono::duration<double> waited,
                                     std::chrono::milliseconds timeout, std::exception_ptr cause);
 
-/// Throws `c10::DistBackendError` for a wait that the watch ended.
+/// Throws `WaitError` for a wait that the watch ended.
 [[noreturn]] void throw_wait_aborted(const CollectiveName& name, const WaitCause& cause);
 
-/// Throws `c10::DistBackendError` for a collective in which ranks disagree. `cause`: the other
-/// rank.
-[[noreturn]] void throw_disagreement(const CollectiveName& name, const WaitCause& cause);
+/// Throws `WaitError` for a collective in which ranks disagree. `rank`: the other one, in the
+/// world, -1: unknown; `how`: in what.
+[[noreturn]] void throw_disagreement(const CollectiveName& name, int rank, const std::string& how);
 
 /// Returns the error message for position `sequence` of a channel, at which `rank` issued `theirs`
 /// and this rank `own` (both from `CollectiveForm::text()`).

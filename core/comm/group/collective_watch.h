@@ -13,10 +13,19 @@ namespace tessera {
 class CollectiveForm;
 struct CollectiveName;
 
+/// How the cause of a failure is known; a later kind outranks an earlier one.
+enum class Evidence : uint8_t {
+  kNone,      ///< it is not
+  kInferred,  ///< a rank has not done what others wait for, or they wait in a cycle
+  kReported,  ///< the rank has said so: an exception has ended it, or it has left
+  kSeen,      ///< its process has ended, or it issued another collective
+};
+
 /// The rank that made a wait fail, and how, as far as the ranks know.
 struct WaitCause {
   int rank = -1;  ///< in the world; -1: unknown
-  std::string why;
+  std::string why = {};
+  Evidence evidence = Evidence::kNone;
 };
 
 /// Records the collectives of one process group on this rank, and explains its waits: the ranks
@@ -47,9 +56,11 @@ class CollectiveWatch {
   /// reported; one that can't succeed is aborted.
   virtual std::shared_ptr<void> begin_wait(const CollectiveName& name, Abort abort) = 0;
 
-  /// Returns why a wait for `peer` (-1: for any rank) ends with an error. Asks the other ranks, and
-  /// waits up to a second for their answers, unless `timed_out`.
-  virtual WaitCause cause_of(const CollectiveName& name, int peer, bool timed_out) = 0;
+  /// Returns why a wait for `peer` (-1: for any rank) ends with an error, for which it looks for
+  /// the best evidence. Asks the other ranks, and waits up to a second for their answers, unless
+  /// `timed_out`. `has_ended`: the process of `peer` was seen to end.
+  virtual WaitCause cause_of(const CollectiveName& name, int peer, bool timed_out,
+                             bool has_ended) = 0;
   /// Tells the other ranks of the world that this one closes its connections, or that it takes no
   /// further part because of the error `why`. If `why` is empty, an exception that unwinds the
   /// stack is the cause.

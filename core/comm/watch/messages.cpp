@@ -1,5 +1,6 @@
 #include "comm/watch/messages.h"
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <utility>
 
@@ -24,6 +25,16 @@ Phase phase_from(const Json& json) {
   const int number = json.get<int>();
   return number >= 0 && number <= static_cast<int>(Phase::kLoad) ? static_cast<Phase>(number)
                                                                  : Phase::kUserCode;
+}
+
+void write(Json& json, const WaitCause& cause) {
+  json["cause"] = {cause.rank, cut(cause.why, kMaxWhy), static_cast<int>(cause.evidence)};
+}
+
+WaitCause cause_from(const Json& json) {
+  const Json& cause = json.at("cause");
+  const int evidence = std::clamp(cause.at(2).get<int>(), 0, static_cast<int>(Evidence::kSeen));
+  return {cause.at(0), cause.at(1), static_cast<Evidence>(evidence)};
 }
 
 void write(Json& json, const Question& question) {
@@ -51,14 +62,12 @@ void write(Json& json, const Answer& answer) {
 void write(Json& json, const Failure& failure) {
   json["kind"] = "failed";
   json["id"] = json_of(failure.id);
-  json["culprit"] = failure.culprit;
-  json["why"] = cut(failure.why, kMaxWhy);
+  write(json, failure.cause);
 }
 
 void write(Json& json, const Farewell& farewell) {
   json["kind"] = "left";
-  json["culprit"] = farewell.culprit;
-  json["why"] = cut(farewell.why, kMaxWhy);
+  write(json, farewell.cause);
   json["place"] = {static_cast<int>(farewell.phase), farewell.step};
   json["issued"] = Json::object();
   for (const auto& [group, issued] : farewell.issued) {
@@ -101,10 +110,10 @@ Content content_from(const Json& json, int from) {
   const std::string kind = json.at("kind");
   if (kind == "ask") return Question{ids_from(json)};
   if (kind == "answer") return answer_from(json, from);
-  if (kind == "failed") return Failure{id_from(json.at("id")), json.at("culprit"), json.at("why")};
+  if (kind == "failed") return Failure{id_from(json.at("id")), cause_from(json)};
   if (kind == "left") {
-    return Farewell{json.at("culprit"), json.at("why"), phase_from(json.at("place").at(0)),
-                    json.at("place").at(1), json.at("issued")};
+    return Farewell{cause_from(json), phase_from(json.at("place").at(0)), json.at("place").at(1),
+                    json.at("issued")};
   }
   return Receipt{};
 }

@@ -8,6 +8,7 @@
 #include <variant>
 #include <vector>
 
+#include "comm/group/collective_watch.h"
 #include "comm/watch/rank_view.h"
 
 namespace tessera {
@@ -38,14 +39,12 @@ struct Answer {
 /// A collective failed on the sender, but it goes on.
 struct Failure {
   CollectiveId id;
-  int culprit = -1;  ///< the rank that caused it, if known
-  std::string why;
+  WaitCause cause;
 };
 
 /// The sender has left, or is about to.
 struct Farewell {
-  int culprit = -1;  ///< the rank that made it leave, maybe itself; -1: it left in order
-  std::string why;
+  WaitCause cause = {};  ///< what made it leave, maybe itself; without `why`: it left in order
   Phase phase = Phase::kUserCode;
   int64_t step = 0;
   std::map<std::string, IssuedCounts> issued;  ///< by group

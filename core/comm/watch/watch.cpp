@@ -5,8 +5,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <exception>
 #include <random>
 #include <ranges>
@@ -16,6 +14,7 @@
 #include "comm/group/collective_name.h"
 #include "comm/group/interruption.h"
 #include "comm/watch/last_words.h"
+#include "comm/watch/watch_state.h"
 
 namespace tessera {
 
@@ -42,7 +41,8 @@ constexpr auto kCauseLimit = std::chrono::seconds(1);
 constexpr auto kFailureDelay = std::chrono::milliseconds(500);
 // The waits in a cycle.
 constexpr auto kCycleAge = std::chrono::milliseconds(700);
-constexpr size_t kRecords = 256;
+// A failure that came before is of another wait.
+constexpr auto kOldFailure = std::chrono::seconds(5);
 constexpr size_t kMaxAsked = 8;
 
 bool thread_exists(pid_t id) {
@@ -53,47 +53,15 @@ double seconds(std::chrono::steady_clock::duration duration) {
   return std::chrono::duration<double>(duration).count();
 }
 
+WaitCause ended_cause(int rank) {
+  return {rank, fmt::format("rank {}: its process has ended", rank), Evidence::kSeen};
+}
+
 std::string subject_of(const std::string& collective, int64_t number, const std::string& subject) {
   return fmt::format("{} #{} of unit '{}'", collective, number, subject);
 }
 
 }  // namespace
-
-// One process group's collectives on this rank.
-struct Watch::GroupState {
-  GroupState(std::string label, std::vector<int> ranks, bool is_inner)
-      : label(std::move(label)), ranks(std::move(ranks)), is_inner(is_inner) {}
-
-  const std::string label;
-  const std::vector<int> ranks;  // of the world
-  const bool is_inner;
-  FlightRecord record{kRecords};
-  std::array<std::atomic<int64_t>, std::tuple_size_v<IssuedCounts>> issued{};
-};
-
-struct Watch::Wait {
-  CollectiveId id;
-  std::shared_ptr<GroupState> group;
-  CollectiveName name;
-  Clock::time_point since;
-  Clock::time_point next_report;
-  pid_t thread = 0;
-  bool is_aborted = false;
-  std::mutex calling;  // of `abort`
-  CollectiveWatch::Abort abort;
-};
-
-// Another rank, as last heard.
-struct Watch::Peer {
-  std::optional<Clock::time_point> asked;  // first question since the last answer
-  std::optional<Clock::time_point> answered;
-  std::optional<Clock::time_point> refused;  // first time since the last answer
-  Answer answer;
-  std::optional<Failure> failure;
-  Clock::time_point failed;
-  std::optional<Farewell> farewell;
-  bool has_receipt = false;  // of this rank's farewell
-};
 
 class Watch::Group : public CollectiveWatch {
  public:
@@ -165,7 +133,7 @@ class Watch::Group : public CollectiveWatch {
 
   void leave(const std::string& why) noexcept override { watch_->leave(why); }
   bool has_failed() const override { return watch_->has_failed(); }
-  WaitCause cause_of(const CollectiveName& name, int peer, bool timed_out) override;
+  WaitCause cause_of(const CollectiveName& name, int peer, bool timed_out, bool has_ended) override;
   void failed(const CollectiveName& name, const WaitCause& cause,
               const std::string& error) override;
 
@@ -278,8 +246,9 @@ void Watch::handle(const Message& message) {
     peer.refused.reset();
   } else if (const auto* const failure = std::get_if<Failure>(&message.content)) {
     peer.failure = *failure;
-    peer.failed = Clock::now();
+    peer.told = Clock::now();
   } else if (const auto* const farewell = std::get_if<Farewell>(&message.content)) {
+    if (!peer.farewell) peer.told = Clock::now();  // it is repeated until it is confirmed
     peer.farewell = *farewell;
   } else {
     peer.has_receipt = true;
@@ -422,11 +391,13 @@ void Watch::judge(const std::shared_ptr<Wait>& wait, std::vector<std::function<v
     });
   };
   if (is_interrupted(wait->thread))
-    return abort({rank_, fmt::format("rank {}: it was interrupted", rank_)});
+    return abort({rank_, fmt::format("rank {}: it was interrupted", rank_), Evidence::kReported});
+  std::optional<WaitCause> best;
   for (const int rank : wait->group->ranks) {
-    if (rank == rank_) continue;
-    if (const auto cause = cause_for(*wait, rank)) return abort(*cause);
+    auto cause = rank == rank_ ? std::nullopt : cause_for(*wait, rank);
+    if (cause && (!best || cause->evidence > best->evidence)) best = std::move(cause);
   }
+  if (best) return abort(*best);
   RankView own = own_view_locked();
   if (wait->group->is_inner && own.wait) return;  // the collective for which it works tells more
   const std::vector<RankView> views = views_for(*wait->group);
@@ -438,13 +409,21 @@ void Watch::judge(const std::shared_ptr<Wait>& wait, std::vector<std::function<v
       text += fmt::format("{} rank {} waits for rank {} in {}", i == 0 ? "" : ",", cycle[i],
                           cycle[(i + 1) % cycle.size()], waits->subject);
     }
-    return abort({cycle.size() > 1 ? cycle[1] : -1, text});
+    return abort({cycle.size() > 1 ? cycle[1] : -1, text, Evidence::kInferred});
   }
   const auto now = Clock::now();
   if (now < wait->next_report) return;
   wait->next_report = now + (now - wait->since);
   own.wait = view_of_locked(*wait);
   actions.emplace_back([line = wait_report(own, views)] { fmt::print(stderr, "{}\n", line); });
+}
+
+// True if the rank has left before it issued the collective.
+bool Watch::has_left_before(const Peer& peer, const CollectiveId& id) {
+  if (!peer.farewell) return false;
+  const auto& counts = peer.farewell->issued;
+  const auto count = counts.find(id.group);
+  return count == counts.end() || count->second.at(id.channel) <= id.number;
 }
 
 // Returns why `rank` makes it impossible that the wait succeeds, if it does.
@@ -456,85 +435,106 @@ std::optional<WaitCause> Watch::cause_for(const Wait& wait, int rank) const {
   if (found != issued.end() && found->fingerprint) {
     const auto own = wait.group->record.find(wait.name.channel, wait.id.number);
     if (own && own->fingerprint != *found->fingerprint)
-      return WaitCause{rank, differing_order(wait.id.number, own->text, rank, found->text)};
+      return WaitCause{rank, differing_order(wait.id.number, own->text, rank, found->text),
+                       Evidence::kSeen};
   }
-  if (peer.farewell) {
-    const auto& counts = peer.farewell->issued;
-    const auto count = counts.find(wait.id.group);
-    if (count == counts.end() || count->second.at(wait.id.channel) <= wait.id.number)
-      return told_cause(rank);
+  const bool has_failed = peer.failure && peer.failure->id == wait.id;
+  if (has_left_before(peer, wait.id) || (has_failed && now - peer.told >= kFailureDelay)) {
+    auto cause = told_cause(rank);
+    // Another rank may know more.
+    if (cause->evidence >= Evidence::kReported || now - peer.told >= kCauseLimit) return cause;
   }
-  if (peer.failure && peer.failure->id == wait.id && now - peer.failed >= kFailureDelay)
-    return told_cause(rank);
   const bool lacks = found != issued.end() && found->issued <= wait.id.number;
-  if (peer.refused && lacks && now - *peer.refused >= kFailureDelay)
-    return WaitCause{rank, fmt::format("rank {}: its process has ended", rank)};
+  if (peer.refused && lacks && now - *peer.refused >= kFailureDelay) return ended_cause(rank);
   return std::nullopt;
 }
 
 // Returns the cause that rank `peer` has reported, if it has left or failed.
 std::optional<WaitCause> Watch::told_cause(int peer) const {
   const Peer& told = peers_[peer];
-  const auto named = [&](int culprit, const std::string& why) {
-    const bool is_other = culprit >= 0 && culprit != peer && culprit != rank_;
-    return WaitCause{culprit >= 0 ? culprit : peer,
-                     why + (is_other ? fmt::format(" (rank {} said so)", peer) : "")};
+  const auto named = [&](WaitCause cause) {
+    if (cause.rank != peer && cause.rank != rank_)
+      cause.why += fmt::format(" (rank {} said so)", peer);
+    return cause;
   };
-  if (told.farewell && !told.farewell->why.empty())
-    return named(told.farewell->culprit, told.farewell->why);
-  if (told.failure) return named(told.failure->culprit, told.failure->why);
+  if (told.farewell && !told.farewell->cause.why.empty()) return named(told.farewell->cause);
+  if (told.failure) return named(told.failure->cause);
   if (told.farewell) {
-    return WaitCause{peer, fmt::format("rank {} has left in {}: its world was destroyed", peer,
-                                       place_text(told.farewell->phase, told.farewell->step))};
+    return WaitCause{peer,
+                     fmt::format("rank {} has left in {}: its world was destroyed", peer,
+                                 place_text(told.farewell->phase, told.farewell->step)),
+                     Evidence::kReported};
   }
   return std::nullopt;
 }
 
-WaitCause Watch::Group::cause_of(const CollectiveName& name, int peer, bool timed_out) {
+// Returns the cause with the best evidence, and of several the one that was known first, of the
+// failure of a collective.
+std::optional<WaitCause> Watch::best_cause(const CollectiveId& id) const {
+  std::optional<WaitCause> best;
+  Clock::time_point since;
+  const auto consider = [&](std::optional<WaitCause> cause, Clock::time_point at) {
+    const auto order = [](Evidence evidence, Clock::time_point time) {
+      return std::pair(-static_cast<int>(evidence), time);
+    };
+    if (best && order(best->evidence, since) <= order(cause->evidence, at)) return;
+    best = std::move(cause);
+    since = at;
+  };
+  for (int rank = 0; rank < size_; ++rank) {
+    const Peer& peer = peers_[rank];
+    const bool is_fresh = Clock::now() - peer.told < kOldFailure;
+    if (rank == rank_) continue;
+    if ((peer.failure && is_fresh) || (peer.farewell && !peer.farewell->cause.why.empty()) ||
+        has_left_before(peer, id)) {
+      consider(told_cause(rank), peer.told);
+    } else if (peer.refused && !peer.farewell) {
+      consider(ended_cause(rank), *peer.refused);
+    }
+  }
+  return best;
+}
+
+WaitCause Watch::Group::cause_of(const CollectiveName& name, int peer, bool timed_out,
+                                 bool has_ended) {
   Watch& watch = *watch_;
   const int rank =
       peer >= 0 && peer < static_cast<int>(state_->ranks.size()) ? state_->ranks[peer] : -1;
   const CollectiveId id{state_->label, static_cast<int>(name.channel), name.sequence};
   const auto end = Clock::now() + kCauseLimit;
   Lock lock(watch.mutex_);
+  std::optional<WaitCause> best;
   while (!watch.has_left_) {
-    if (rank >= 0) {
-      if (const auto cause = watch.told_cause(rank)) return *cause;
-      if (watch.peers_[rank].refused)
-        return {rank, fmt::format("rank {}: its process has ended", rank)};
-    }
-    for (const int other : state_->ranks) {
-      if (other == watch.rank_ || other == rank) continue;
-      const auto& failure = watch.peers_[other].failure;
-      const bool tells = failure && failure->culprit >= 0 && failure->culprit != watch.rank_;
-      if (tells || (rank < 0 && watch.peers_[other].farewell)) return *watch.told_cause(other);
-    }
+    best = watch.best_cause(id);
+    if (has_ended && (!best || best->evidence < Evidence::kSeen)) best = ended_cause(rank);
+    if (best && best->evidence >= Evidence::kReported) return *best;
     if (timed_out) {
       RankView own = watch.own_view_locked();
       const auto found = std::ranges::find(watch.waits_, id, &Wait::id);
-      if (found == watch.waits_.end()) return {};
+      if (best || found == watch.waits_.end()) break;
       own.wait = watch.view_of_locked(**found);
       const std::vector<int>& lacking = own.wait->lacking;
       return {lacking.size() == 1 ? lacking[0] : rank,
-              wait_report(own, watch.views_for(*state_)).substr(10)};
+              wait_report(own, watch.views_for(*state_)).substr(10), Evidence::kInferred};
     }
     if (Clock::now() >= end) break;
     watch.ask_all_locked({id});
     watch.heard_.wait_for(lock, std::chrono::milliseconds(100));
   }
-  return {};
+  return best.value_or(WaitCause());
 }
 
 void Watch::Group::failed(const CollectiveName& name, const WaitCause& cause,
                           const std::string& error) {
-  if (state_->is_inner) return;  // the process group for which it works tells more
   const CollectiveId id{state_->label, static_cast<int>(name.channel), name.sequence};
+  const WaitCause known = cause.why.empty() ? WaitCause{cause.rank, error} : cause;
   {
     const std::lock_guard lock(watch_->mutex_);
     if (watch_->has_left_) return;
-    watch_->failure_ = cause.why.empty() ? WaitCause{cause.rank, error} : cause;
+    watch_->failure_ = known;
   }
-  watch_->send_to_all(Failure{id, cause.rank, cause.why.empty() ? error : cause.why});
+  if (state_->is_inner) return;  // the process group for which it works tells more
+  watch_->send_to_all(Failure{id, known});
   watch_->write_flight_file(error, cause.rank);
 }
 
@@ -598,13 +598,13 @@ void Watch::leave(const std::string& why) noexcept {
     farewell.phase = phase;
     farewell.step = step;
     if (by_exception && why.empty() && failure_) {
-      farewell.culprit = failure_->rank >= 0 ? failure_->rank : rank_;
-      farewell.why = failure_->why;
+      farewell.cause = *failure_;
     } else if (by_exception) {
-      farewell.culprit = rank_;
-      farewell.why = fmt::format("rank {}: an exception ended it in {}{}", rank_,
-                                 place_text(phase, step), why.empty() ? "" : ": " + why);
-      if (!failure_) failure_ = WaitCause{rank_, farewell.why};
+      farewell.cause = {rank_,
+                        fmt::format("rank {}: an exception ended it in {}{}", rank_,
+                                    place_text(phase, step), why.empty() ? "" : ": " + why),
+                        Evidence::kReported};
+      if (!failure_) failure_ = farewell.cause;
     }
     for (const auto& [label, weak] : groups_) {
       const auto state = weak.lock();
@@ -627,7 +627,7 @@ void Watch::leave(const std::string& why) noexcept {
     }
     stops_ = true;
   }
-  if (by_exception) write_flight_file(farewell.why, farewell.culprit);
+  if (by_exception) write_flight_file(farewell.cause.why, farewell.cause.rank);
   socket_->wake();
   if (thread_.get_id() == std::this_thread::get_id()) {
     thread_.detach();

@@ -74,8 +74,10 @@ class Watch : public std::enable_shared_from_this<Watch> {
   void answer(int to, const Question& question);
   void look_at_waits();
   void judge(const std::shared_ptr<Wait>& wait, std::vector<std::function<void()>>& actions);
+  static bool has_left_before(const Peer& peer, const CollectiveId& id);
   std::optional<WaitCause> cause_for(const Wait& wait, int rank) const;
   std::optional<WaitCause> told_cause(int peer) const;
+  std::optional<WaitCause> best_cause(const CollectiveId& id) const;
   void ask_all_locked(const std::vector<CollectiveId>& ids);
   void send(int to, const Content& content) noexcept;
   void send_to_all(const Content& content) noexcept;

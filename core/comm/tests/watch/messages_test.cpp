@@ -34,7 +34,7 @@ TEST(WatchMessage, CarriesAnAnswer) {
 }
 
 TEST(WatchMessage, CarriesAFarewellThatIsCutToADatagram) {
-  Farewell farewell{.culprit = 1, .why = std::string(100'000, 'x'), .step = 4};
+  Farewell farewell{.cause = {1, std::string(100'000, 'x'), Evidence::kReported}, .step = 4};
   for (int i = 0; i < 1000; ++i) farewell.issued["group " + std::to_string(i)] = {1, 2, 3};
   const std::string text = to_text({"token", 1, farewell});
   EXPECT_LT(text.size(), Datagrams::kMaxText);

@@ -272,7 +272,9 @@ TEST(WatchOfAForger, IgnoresAFarewellThatCountsNotAllChannels) {
   forger.send(0, text);
   auto why = aborted.get_future();
   EXPECT_EQ(why.wait_for(1s), std::future_status::timeout);
-  forger.send(0, to_text({token, 1, Farewell{.why = "bad", .issued = {{"world", {0, 0, 0}}}}}));
+  forger.send(0, to_text({token, 1,
+                          Farewell{.cause = {1, "bad", Evidence::kReported},
+                                   .issued = {{"world", {0, 0, 0}}}}}));
   ASSERT_EQ(why.wait_for(10s), std::future_status::ready) << "a true farewell is heard";
   EXPECT_EQ(why.get(), "bad");
 }
