@@ -17,12 +17,9 @@ constexpr int kSteps = 200, kStepsUntilKilled = 1'000'000;
 }  // namespace
 
 FaultJob::FaultJob(const Cell& of_cell, int number, std::string of_mark)
-    : cell(of_cell),
-      mark(std::move(of_mark)),
-      culprit((number + 1) % of_cell.ranks),
-      hosts_(of_cell.fault->deed == Deed::kLinkDown ? std::max(2, of_cell.hosts) : of_cell.hosts) {
+    : cell(of_cell), mark(std::move(of_mark)), culprit((number + 1) % of_cell.ranks) {
   const Deed deed = cell.fault->deed;
-  if (hosts_ > 1) hosts = std::make_unique<tools::LinkedHosts>(hosts_, /*mbit=*/0);
+  if (cell.hosts > 1) hosts = std::make_unique<tools::LinkedHosts>(cell.hosts, /*mbit=*/0);
   if (deed == Deed::kSilentPort || deed == Deed::kWebPort) {
     stranger = std::make_unique<Stranger>(deed == Deed::kWebPort);
     port = stranger->port();
@@ -39,7 +36,7 @@ std::map<std::string, std::string> FaultJob::environment_for(int rank) const {
   environment["TESSERA_JOB"] = environment["TESSERA_REPORT_AFTER"] = "";
   environment[mark.substr(0, mark.find('='))] = mark.substr(mark.find('=') + 1);
   if (hosts) {
-    const int ranks_of_host = cell.ranks / hosts_;
+    const int ranks_of_host = cell.ranks / cell.hosts;
     environment["LOCAL_RANK"] = std::to_string(rank % ranks_of_host);
     environment["LOCAL_WORLD_SIZE"] = std::to_string(ranks_of_host);
     environment["MASTER_ADDR"] = hosts->address(0);

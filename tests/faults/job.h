@@ -38,9 +38,7 @@ struct FaultJob {
 
  private:
   std::map<std::string, std::string> environment_for(int rank) const;
-  int host_of(int rank) const { return hosts_ * rank / cell.ranks; }
-
-  const int hosts_;
+  int host_of(int rank) const { return cell.hosts * rank / cell.ranks; }
 };
 
 }  // namespace tessera

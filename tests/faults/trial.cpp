@@ -175,12 +175,11 @@ Outcome try_fault(const Cell& cell, int number) {
 }
 
 std::string obstacle_to(const Cell& cell) {
-  const Deed deed = cell.fault->deed;
-  const int hosts = deed == Deed::kLinkDown ? std::max(2, cell.hosts) : cell.hosts;
-  if (hosts == 1) return "";
+  if (cell.hosts == 1) return "";
   if (!tools::LinkedHosts::can_be_made()) return "network namespaces can't be made here";
-  if (cell.transport == "arena" && cell.ranks == hosts)
+  if (cell.transport == "arena" && cell.ranks == cell.hosts)
     return "each host has one rank, which shares no memory";
+  const Deed deed = cell.fault->deed;
   const bool has_stranger = deed == Deed::kSilentPort || deed == Deed::kWebPort;
   if (has_stranger) return "the stranger on the port is on no host";
   return "";

@@ -474,12 +474,9 @@ std::optional<WaitCause> Watch::best_cause(const CollectiveId& id) const {
   std::optional<WaitCause> best;
   Clock::time_point since;
   const auto consider = [&](std::optional<WaitCause> cause, Clock::time_point at) {
-    const auto order = [](Evidence evidence, Clock::time_point time) {
-      return std::pair(-static_cast<int>(evidence), time);
-    };
-    if (best && order(best->evidence, since) <= order(cause->evidence, at)) return;
-    best = std::move(cause);
-    since = at;
+    const bool is_better = !best || cause->evidence > best->evidence ||
+                           (cause->evidence == best->evidence && at < since);
+    if (is_better) best = std::move(cause), since = at;
   };
   for (int rank = 0; rank < size_; ++rank) {
     const Peer& peer = peers_[rank];
@@ -506,7 +503,9 @@ WaitCause Watch::Group::cause_of(const CollectiveName& name, int peer, bool time
   std::optional<WaitCause> best;
   while (!watch.has_left_) {
     best = watch.best_cause(id);
-    if (has_ended && (!best || best->evidence < Evidence::kSeen)) best = ended_cause(rank);
+    // What the rank itself has said before it ended tells more.
+    if (has_ended && (!best || (best->rank != rank && best->evidence < Evidence::kSeen)))
+      best = ended_cause(rank);
     if (best && best->evidence >= Evidence::kReported) return *best;
     if (timed_out) {
       RankView own = watch.own_view_locked();

@@ -76,20 +76,24 @@ AlikeGradients collect_gradients(const torch::optim::Optimizer& optimizer) {
 }
 
 // On DistTensors the operator combines the results of the ranks of its tensors' meshes: those of
-// several calls are combined here.
+// calls for other ranks are combined here.
 void share_over_meshes(const AlikeGradients& lists, const at::Tensor& found_inf) {
+  std::set<std::set<int>> of_calls;
   std::set<int> ranks;
   const DeviceMesh* own = nullptr;
   for (const auto& [alike, gradients] : lists) {
+    std::set<int> of_call;
     for (const at::Tensor& gradient : gradients) {
       const DistMeta* const meta = find_dist_meta(gradient);
       if (!meta) continue;
       const DeviceMesh& mesh = meta->spec->mesh;
-      ranks.insert(mesh.ranks().begin(), mesh.ranks().end());
+      of_call.insert(mesh.ranks().begin(), mesh.ranks().end());
       if (mesh.is_member()) own = &mesh;
     }
+    ranks.insert(of_call.begin(), of_call.end());
+    if (!of_call.empty()) of_calls.insert(std::move(of_call));
   }
-  if (!own || lists.size() == 1 || ranks.size() == 1) return;
+  if (!own || of_calls.size() == 1) return;
   own->process_group_of({ranks.begin(), ranks.end()})
       ->all_reduce(found_inf, ReduceOp::kMax, kFoundInf)
       ->wait();

@@ -162,7 +162,10 @@ def parallelize(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     if level not in (0, *_STAGES):
         raise ValueError(f"[parallelize] sharding_level must be 0, 1, 2 or 3; got {level!r}")
     plans = _resolve(model, config.get("mp_config", {}).get("parallelize_plan", {}))
-    stages = Stages(model, mesh, **config["pp_config"]) if config.get("pp_config", {}).get("split_spec") is not None else None
+    pipeline = {name: value for name, value in config.get("pp_config", {}).items() if value is not None}
+    if "global_spec" in pipeline and "split_spec" not in pipeline:
+        raise ValueError("[parallelize] pp_config's global_spec needs a split_spec; got none")
+    stages = Stages(model, mesh, **pipeline) if pipeline else None
     if stages and level > 1:
         raise NotImplementedError(f"[parallelize] layers on several meshes can have a sharding_level of 0 or 1; got {level}: "
                                   f"stages of a tessera.Pipeline may have any, by fully_shard()")

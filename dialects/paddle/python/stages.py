@@ -40,15 +40,19 @@ class Stages:
         count = mesh.size(mesh.dim("pp"))
         self._world = mesh.with_first("pp")
         self.meshes = [mesh.with_first("pp", stage) for stage in range(count)]
-        self._names = [name for name, _ in model.named_modules() if name]
+        self._names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+        self._places = {name: place for place, name in enumerate(self._names)}
         self._global = [global_spec] if isinstance(global_spec, str) else list(global_spec or [])
         self._evenly: list[str] = []  # layers that were split into equal ranges
         if isinstance(split_spec, Mapping):
-            self._splits = dict(split_spec)
+            if self._global:
+                raise ValueError(f"[parallelize] global_spec needs a split_spec of prefixes, whose layers take what all stages use; got "
+                                 f"{dict(split_spec)}")
+            self._splits = {name: SplitPoint(point) for name, point in split_spec.items()}
         else:
             self._splits = self._even(count, [split_spec] if isinstance(split_spec, str) else split_spec)
         for name in (*self._splits, *self._global):
-            if name not in self._names:
+            if name not in self._places:
                 raise ValueError(f"[parallelize] pp_config names layers of the model; '{name}' is none of {self._names}")
         self._starts = [self._start(name, point) for name, point in self._splits.items()]
         if len(self._splits) != count - 1 or any(a >= b for a, b in pairwise(self._starts)):
@@ -66,7 +70,7 @@ class Stages:
         return {self._evenly[stage * length - 1]: SplitPoint.END for stage in range(1, count)}
 
     def _start(self, name: str, point: SplitPoint) -> int:
-        at = self._names.index(name)
+        at = self._places[name]
         if point is SplitPoint.BEGINNING:
             return at
         after = [i for i in range(at + 1, len(self._names)) if not self._names[i].startswith(f"{name}.")]
@@ -84,8 +88,7 @@ class Stages:
 
     def of(self, name: str) -> int:
         """The stage of a layer."""
-        at = self._names.index(name) if name in self._names else -1
-        return sum(start <= at for start in self._starts)
+        return sum(start <= self._places.get(name, -1) for start in self._starts)
 
     def mesh(self, name: str):
         return self.meshes[self.of(name)]

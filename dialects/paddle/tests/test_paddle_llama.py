@@ -144,9 +144,22 @@ def _train(model, optimizer, batches, whole=lambda tensor: tensor):
     return losses
 
 
-def _llama(kind, shape, level):
+def _batches(count):
     generator = torch.Generator().manual_seed(0)
-    batches = [torch.randint(VOCABULARY, (2, 4, LENGTH), generator=generator).unbind() for _ in range(6)]
+    return [torch.randint(VOCABULARY, (2, 4, LENGTH), generator=generator).unbind() for _ in range(count)]
+
+
+def _expect_parameters_of(alone, model):
+    for name, parameter in alone.named_parameters():
+        have = model.get_parameter(name)
+        assert parameter.requires_grad == have.requires_grad
+        if have.process_mesh.contains(tessera.rank()):
+            torch.testing.assert_close(unshard_dtensor(have).detach(), parameter.detach(), rtol=1e-8, atol=1e-11,
+                                       msg=lambda text: f"{name}: {text}")
+
+
+def _llama(kind, shape, level):
+    batches = _batches(6)
     alone, optimizer = _make(kind)
     want = _train(alone, optimizer, batches)
     mesh = ProcessMesh(torch.arange(tessera.size()).view(shape), ["dp", "mp"])
@@ -169,10 +182,7 @@ def _llama(kind, shape, level):
     losses = _train(model, optimizer, shard_dataloader(batches, mesh, shard_dims="dp"), unshard_dtensor)
     # Sums of below 1000 float64 terms in another order, through six updates.
     torch.testing.assert_close(losses, want, rtol=1e-10, atol=0)
-    for name, parameter in alone.named_parameters():
-        torch.testing.assert_close(unshard_dtensor(model.get_parameter(name)).detach(), parameter.detach(), rtol=1e-8,
-                                   atol=1e-11, msg=lambda text: f"{name}: {text}")
-        assert parameter.requires_grad == model.get_parameter(name).requires_grad
+    _expect_parameters_of(alone, model)
     return True
 
 
@@ -187,8 +197,7 @@ def test_llama(ranks, kind, shape, level):
 
 def _stages(shape):
     """The first layer on one mesh, and the second on the next."""
-    generator = torch.Generator().manual_seed(0)
-    batches = [torch.randint(VOCABULARY, (2, 4, LENGTH), generator=generator).unbind() for _ in range(4)]
+    batches = _batches(4)
     alone, optimizer = _make("plain")
     want = _train(alone, optimizer, batches)
     world = ProcessMesh(torch.arange(tessera.size()).view(2, *shape), ["pp", "dp", "mp"])
@@ -208,10 +217,7 @@ def _stages(shape):
     losses = _train(model, shard_optimizer(optimizer), loader, lambda loss: unshard_dtensor(loss) if member else 0)
     if member:
         torch.testing.assert_close(losses, want, rtol=1e-10, atol=0)
-    for name, parameter in alone.named_parameters():
-        have = model.get_parameter(name)
-        if have.process_mesh.contains(tessera.rank()):
-            torch.testing.assert_close(unshard_dtensor(have).detach(), parameter.detach(), rtol=1e-8, atol=1e-11)
+    _expect_parameters_of(alone, model)
     return True
 
 
@@ -222,8 +228,7 @@ def test_llama_of_two_stages(ranks, shape):
 
 def _pipelined(kind, shape, level, pp_config):
     """The stages that `parallelize` makes."""
-    generator = torch.Generator().manual_seed(0)
-    batches = [torch.randint(VOCABULARY, (2, 4, LENGTH), generator=generator).unbind() for _ in range(4)]
+    batches = _batches(4)
     alone, optimizer = _make(kind)
     want = _train(alone, optimizer, batches)
     mesh = ProcessMesh(torch.arange(tessera.size()).view(2, *shape), ["pp", "dp", "mp"])
@@ -238,10 +243,7 @@ def _pipelined(kind, shape, level, pp_config):
     losses = _train(model, optimizer, loader, lambda loss: unshard_dtensor(loss) if member else 0)
     if member:
         torch.testing.assert_close(losses, want, rtol=1e-10, atol=0)
-    for name, parameter in alone.named_parameters():
-        have = model.get_parameter(name)
-        if have.process_mesh.contains(tessera.rank()):
-            torch.testing.assert_close(unshard_dtensor(have).detach(), parameter.detach(), rtol=1e-8, atol=1e-11)
+    _expect_parameters_of(alone, model)
     return True
 
 
@@ -266,6 +268,9 @@ def _refused_stages():
     refused("'scales' is none of", split_spec="layers", global_spec=["scales"])
     refused("which is the last layer", split_spec={"lm_head": SplitPoint.END})
     refused("1 besides the first; got", split_spec={"layers.0": SplitPoint.END, "layers.1": SplitPoint.END})
+    refused("global_spec needs a split_spec of prefixes", split_spec={"layers.0": SplitPoint.END}, global_spec="norm")
+    refused("global_spec needs a split_spec; got none", global_spec="norm")
+    refused("is not a valid SplitPoint", split_spec={"layers.0": "END"})
     refused("'lm_head.weight' is 'embed_tokens.weight' of another", "tied", split_spec="layers")
     with pytest.raises(NotImplementedError, match="0 or 1; got 2"):
         parallelize(Llama("plain"), mesh=mesh, config={"pp_config": {"split_spec": "layers"}, "dp_config": {"sharding_level": 2}})

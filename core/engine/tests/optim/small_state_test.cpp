@@ -40,8 +40,15 @@ std::vector<double> expected_code(bool is_signed) {
   return code;
 }
 
-TEST(DynamicCode, HasTheValuesOfItsDefinition) {
-  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
+class OnHost : public ::testing::Test {
+ protected:
+  void SetUp() override { TESSERA_ON_HOST_ONLY("states of few bits are for host memory"); }
+};
+using DynamicCode = OnHost;
+using NoisyRounding = OnHost;
+using SmallState = OnHost;
+
+TEST_F(DynamicCode, HasTheValuesOfItsDefinition) {
   for (const bool is_signed : {true, false}) {
     const auto expected = expected_code(is_signed);
     ASSERT_EQ(expected.size(), 256u);
@@ -53,8 +60,7 @@ TEST(DynamicCode, HasTheValuesOfItsDefinition) {
   EXPECT_EQ(dynamic_code(true)[255], 1);
 }
 
-TEST(DynamicCode, TakesTheNearestValueOfEachElement) {
-  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
+TEST_F(DynamicCode, TakesTheNearestValueOfEachElement) {
   for (const bool is_signed : {true, false}) {
     const auto code = expected_code(is_signed);
     for (const int64_t numel : {1, 100, 256}) {
@@ -83,8 +89,7 @@ TEST(DynamicCode, TakesTheNearestValueOfEachElement) {
   }
 }
 
-TEST(DynamicCode, OfZerosIsZeroAndOfNumbersThatAreNotFiniteIsNaN) {
-  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
+TEST_F(DynamicCode, OfZerosIsZeroAndOfNumbersThatAreNotFiniteIsNaN) {
   std::vector<float> values(256, 0.0F), back(256);
   std::vector<uint8_t> codes(256);
   for (const bool is_signed : {true, false}) {
@@ -103,8 +108,7 @@ TEST(DynamicCode, OfZerosIsZeroAndOfNumbersThatAreNotFiniteIsNaN) {
 
 float widened(uint16_t half) { return std::bit_cast<float>(uint32_t{half} << 16); }
 
-TEST(NoisyRounding, GoesToANeighbourAndIsRightOnAverage) {
-  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
+TEST_F(NoisyRounding, GoesToANeighbourAndIsRightOnAverage) {
   constexpr int64_t kCount = 1 << 18;
   const Tensor noise = random({kCount}, 3);
   std::vector<uint16_t> rounded(kCount);
@@ -129,8 +133,7 @@ TEST(NoisyRounding, GoesToANeighbourAndIsRightOnAverage) {
   }
 }
 
-TEST(NoisyRounding, DiffersByStepSeedAndMomentButNotByPlace) {
-  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
+TEST_F(NoisyRounding, DiffersByStepSeedAndMomentButNotByPlace) {
   constexpr int64_t kCount = 4096;
   const Tensor values = random({kCount}, 1), grads = random({kCount}, 2);
   const auto round = [&](uint32_t start, int64_t begin, int64_t end) {
@@ -152,8 +155,7 @@ TEST(NoisyRounding, DiffersByStepSeedAndMomentButNotByPlace) {
   }
 }
 
-TEST(NoisyRounding, KeepsWhatIsNotFinite) {
-  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
+TEST_F(NoisyRounding, KeepsWhatIsNotFinite) {
   const float infinity = std::numeric_limits<float>::infinity();
   const float values[] = {infinity, -infinity, std::bit_cast<float>(0x7fffffffU),
                           std::bit_cast<float>(0xff800001U), 0.0F};
@@ -169,8 +171,7 @@ TEST(NoisyRounding, KeepsWhatIsNotFinite) {
 }
 
 // Second moments of 1 that shrink by less than half of bfloat16's distance at each step.
-TEST(SmallState, DoesNotLoseSmallUpdates) {
-  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
+TEST_F(SmallState, DoesNotLoseSmallUpdates) {
   constexpr int64_t kCount = 4096, kSteps = 300;
   const Tensor grad = 0.5 + 0.01 * random({kCount}, 1);  // different noise for each element
   Tensor param = torch::zeros({kCount});
@@ -192,8 +193,7 @@ TEST(SmallState, DoesNotLoseSmallUpdates) {
   EXPECT_NEAR(state.exp_avg_sq().to(at::kDouble).mean().item<double>(), expected, 5 * deviation);
 }
 
-TEST(SmallState, TakesTheBytesThatItsHeaderSays) {
-  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
+TEST_F(SmallState, TakesTheBytesThatItsHeaderSays) {
   for (const int64_t numel : {1, 255, 256, 257, 4096}) {
     for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kByte}) {
       Tensor param = random({numel}, 1);
@@ -209,8 +209,7 @@ TEST(SmallState, TakesTheBytesThatItsHeaderSays) {
 }
 
 // Steps in float with state that is decoded before and encoded after.
-TEST(SmallState, StepsWithFloatMomentsAndRoundsThemOnce) {
-  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
+TEST_F(SmallState, StepsWithFloatMomentsAndRoundsThemOnce) {
   for (const at::ScalarType dtype : kSmall) {
     for (const at::ScalarType param_dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
       Tensor own = random({37, 19}, 1).to(param_dtype), other = own.clone();
@@ -243,8 +242,7 @@ TEST(SmallState, StepsWithFloatMomentsAndRoundsThemOnce) {
 }
 
 // As ranks and threads cut: a whole parameter and its blocks, and bfloat16 anywhere.
-TEST(SmallState, GivesEachElementTheSameBitsWhereverItLies) {
-  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
+TEST_F(SmallState, GivesEachElementTheSameBitsWhereverItLies) {
   constexpr int64_t kCount = 5 * 256 + 77;
   for (const at::ScalarType dtype : kSmall) {
     const auto options = CPUAdamOptions(1e-2).state_dtype(dtype);
@@ -275,8 +273,7 @@ TEST(SmallState, GivesEachElementTheSameBitsWhereverItLies) {
 }
 
 // Blocks count in the order of memory, so views without gaps step as their memory does.
-TEST(SmallState, FollowsTheOrderOfMemory) {
-  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
+TEST_F(SmallState, FollowsTheOrderOfMemory) {
   for (const at::ScalarType dtype : kSmall) {
     const auto options = CPUAdamOptions(1e-2).state_dtype(dtype);
     const Tensor start = random({20, 31}, 1);
@@ -302,8 +299,7 @@ TEST(SmallState, FollowsTheOrderOfMemory) {
   }
 }
 
-TEST(SmallState, IsConvertedWhenItsOptionChanges) {
-  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
+TEST_F(SmallState, IsConvertedWhenItsOptionChanges) {
   Tensor param = random({600}, 1);
   CPUAdam adam({param}, CPUAdamOptions(1e-2));
   const auto options = [&]() -> CPUAdamOptions& {
@@ -324,8 +320,7 @@ TEST(SmallState, IsConvertedWhenItsOptionChanges) {
   EXPECT_LT(error.max().item<float>(), 4 * 0.0075 * expected.abs().max().item<float>());
 }
 
-TEST(SmallState, IsSavedByLibTorchToTheBit) {
-  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
+TEST_F(SmallState, IsSavedByLibTorchToTheBit) {
   for (const at::ScalarType saved : {at::kFloat, at::kBFloat16, at::kByte}) {
     Tensor param = random({300}, 1), other = param.clone();
     CPUAdam adam({param}, CPUAdamOptions(1e-2).state_dtype(saved).seed(9)),
@@ -352,8 +347,7 @@ TEST(SmallState, IsSavedByLibTorchToTheBit) {
   }
 }
 
-TEST(SmallState, IsThatOfTheOptimizerForArchivesWithoutTheOption) {
-  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
+TEST_F(SmallState, IsThatOfTheOptimizerForArchivesWithoutTheOption) {
   Tensor param = random({300}, 1), other = param.clone();
   CPUAdam adam({param}, CPUAdamOptions(1e-2)), loaded({other}, CPUAdamOptions().seed(4));
   param.mutable_grad() = other.mutable_grad() = random({300}, 2);
@@ -367,8 +361,7 @@ TEST(SmallState, IsThatOfTheOptimizerForArchivesWithoutTheOption) {
   EXPECT_TRUE(torch::equal(other, param));
 }
 
-TEST(SmallState, TakesItsOptionFromTheOptimizerUnlessAGroupSaysMore) {
-  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
+TEST_F(SmallState, TakesItsOptionFromTheOptimizerUnlessAGroupSaysMore) {
   Tensor a = random({10}, 1), b = random({10}, 2);
   std::vector<torch::optim::OptimizerParamGroup> groups;
   groups.emplace_back(std::vector<Tensor>{a},
@@ -386,8 +379,7 @@ TEST(SmallState, TakesItsOptionFromTheOptimizerUnlessAGroupSaysMore) {
   EXPECT_EQ(read_param_state(adam, b).tensors.at("exp_avg").scalar_type(), at::kBFloat16);
 }
 
-TEST(SmallState, IsRefusedWhereItCannotBeKept) {
-  TESSERA_ON_HOST_ONLY("states of few bits are for parameters in host memory");
+TEST_F(SmallState, IsRefusedWhereItCannotBeKept) {
   Tensor param = torch::ones({4}, torch::kDouble), narrow = torch::ones({4});
   expect_error([&] { CPUAdam({narrow}, CPUAdamOptions().state_dtype(at::kHalf)); },
                {"[CPUAdam] state_dtype must be Float, BFloat16 or Byte; got Half"});
