@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/strides.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "base/device/device.h"
@@ -167,7 +168,12 @@ at::Tensor make_dist_like(const at::Tensor& local, DistSpecPtr spec, const at::T
 
 at::Tensor ordered_as(const at::Tensor& whole, const at::Tensor& part) {
   if (whole.is_contiguous()) return part.contiguous();
-  return whole.is_non_overlapping_and_dense() ? ordered(part, whole.strides()) : part;
+  if (whole.is_non_overlapping_and_dense()) return ordered(part, whole.strides());
+  // The order of a strided tensor's dims, too, is that of what a kernel makes of it.
+  const bool same = part.dim() != whole.dim() || std::ranges::count(whole.strides(), 0) > 0 ||
+                    at::infer_dense_strides(part.sizes(), part.strides()) ==
+                        at::infer_dense_strides(part.sizes(), whole.strides());
+  return same ? part : ordered(part, whole.strides());
 }
 
 }  // namespace tessera
