@@ -7,7 +7,7 @@
 
 FROM debian:12 AS compilers
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends ca-certificates cmake g++ libcli11-dev libfmt-dev libxxhash-dev \
+    && apt-get install -y --no-install-recommends ca-certificates cmake g++ libcli11-dev libfmt-dev libmbedtls-dev libxxhash-dev \
        ninja-build nlohmann-json3-dev python3-pip \
     && rm -rf /var/lib/apt/lists/*
 

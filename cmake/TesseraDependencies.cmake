@@ -44,6 +44,26 @@ if(NOT TESSERA_XXHASH_INCLUDE)
   FetchContent_MakeAvailable(xxhash)
   set(TESSERA_XXHASH_INCLUDE "${xxhash_SOURCE_DIR}")
 endif()
+# HMAC-SHA256, linked into the library: programs need no library of Mbed TLS.
+find_path(TESSERA_MBEDTLS_INCLUDE mbedtls/constant_time.h)
+find_library(TESSERA_MBEDCRYPTO NAMES libmbedcrypto.a mbedcrypto)  # 2.28 to 3; from 4 on it has another name
+add_library(tessera_mbedcrypto INTERFACE)
+# Another copy may be in the program; and Debian's archive fits a shared library only if this hides it.
+target_link_options(tessera_mbedcrypto INTERFACE LINKER:--exclude-libs,libmbedcrypto.a)
+if(TESSERA_MBEDTLS_INCLUDE AND TESSERA_MBEDCRYPTO)
+  target_include_directories(tessera_mbedcrypto SYSTEM INTERFACE "${TESSERA_MBEDTLS_INCLUDE}")
+  target_link_libraries(tessera_mbedcrypto INTERFACE "${TESSERA_MBEDCRYPTO}")
+else()
+  enable_language(C)
+  set(ENABLE_PROGRAMS OFF)
+  set(ENABLE_TESTING OFF)
+  set(DISABLE_PACKAGE_CONFIG_AND_INSTALL ON)
+  # v3.6.6
+  FetchContent_Declare(mbedtls GIT_REPOSITORY https://github.com/Mbed-TLS/mbedtls.git
+                       GIT_TAG 0bebf8b8c7f07abe3571ded48a11aa907a1ffb20)
+  FetchContent_MakeAvailable(mbedtls)
+  target_link_libraries(tessera_mbedcrypto INTERFACE mbedcrypto)
+endif()
 if(TESSERA_BUILD_TOOLS OR TESSERA_BUILD_EXAMPLES)
   FetchContent_Declare(CLI11 URL https://github.com/CLIUtils/CLI11/archive/refs/tags/v2.1.2.tar.gz FIND_PACKAGE_ARGS)
   FetchContent_MakeAvailable(CLI11)

@@ -26,25 +26,44 @@ Cause blamed_cause(int blamed, const JobEnd& end, const Cause& first) {
           .status = ended && rank->failed() ? rank->exit_status() : first.status};
 }
 
+/// Ranks abort themselves when they lose a peer.
+bool was_killed(const RankEnd& rank) {
+  return rank.killed && rank.status != SIGABRT && !rank.by_launcher;
+}
+
+bool blames_another(const RankEnd& rank, const std::vector<FlightReport>& flights) {
+  const auto own = std::ranges::find(flights, rank.rank, &FlightReport::rank);
+  return own != flights.end() && own->culprit >= 0 && own->culprit != rank.rank;
+}
+
 }  // namespace
 
-std::optional<Cause> cause_of(const JobEnd& end, int blamed) {
-  const auto rank =
-      std::find_if(end.ranks.begin(), end.ranks.end(), [](const RankEnd& r) { return r.failed(); });
+std::optional<Cause> cause_of(const JobEnd& end, const std::vector<FlightReport>& flights) {
+  const auto rank = std::ranges::find_if(end.ranks, &RankEnd::failed);
   if (rank == end.ranks.end()) return std::nullopt;
   const Cause first{.rank = &*rank,
                     .text = fmt::format("rank {} failed first: {}", rank->rank, describe(*rank)),
                     .status = rank->exit_status()};
-  const bool is_other = blamed >= 0 && rank->rank != blamed;
   // Ranks that a passed-on signal ended blame each other, too.
-  if (!is_other || end.interrupted_by != 0) return first;
-  return blamed_cause(blamed, end, first);
+  if (end.interrupted_by != 0) return first;
+  const auto died = std::ranges::find_if(
+      end.ranks, [&](const RankEnd& r) { return was_killed(r) && !blames_another(r, flights); });
+  if (died == rank) return first;
+  if (died != end.ranks.end()) {
+    return Cause{.rank = &*died,
+                 .first = &*rank,
+                 .text = fmt::format("rank {} is the cause: {}", died->rank, describe(*died)),
+                 .status = died->exit_status()};
+  }
+  const int blamed = blamed_rank(flights);
+  return blamed < 0 || blamed == rank->rank ? first : blamed_cause(blamed, end, first);
 }
 
 std::string describe(const RankEnd& end) {
   if (!end.killed) return fmt::format("exit status {}", end.status);
-  return fmt::format("killed by {}{}", signal_text(end.status),
-                     end.dumped_core ? ", core dumped" : "");
+  return fmt::format("killed by {}{}{}", signal_text(end.status),
+                     end.dumped_core ? ", core dumped" : "",
+                     end.out_of_memory ? ": out of memory, as the kernel counts" : "");
 }
 
 std::string signal_text(int signal) {

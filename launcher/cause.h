@@ -2,7 +2,9 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
+#include "launcher/flight_folder.h"
 #include "launcher/job_end.h"
 
 namespace tessera::tools {
@@ -15,9 +17,10 @@ struct Cause {
   int status = 1;  ///< the exit status of the job
 };
 
-/// Returns the cause: the rank that failed first, unless the flight records blame another one,
-/// `blamed`; -1: none. Nothing if none failed.
-std::optional<Cause> cause_of(const JobEnd& end, int blamed);
+/// Returns the cause: the first rank that a signal killed, other than SIGABRT, and that blames no
+/// other; else the rank that the flight records blame; else the rank that failed first. Nothing if
+/// none failed.
+std::optional<Cause> cause_of(const JobEnd& end, const std::vector<FlightReport>& flights);
 
 /// Returns "exit status 3", say.
 std::string describe(const RankEnd& end);

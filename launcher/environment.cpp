@@ -50,6 +50,7 @@ std::vector<std::string> rank_environment(const LaunchOptions& options,
   variables["TESSERA_RESTART"] = std::to_string(assignment.attempt);
   set_or_hide(variables, "TESSERA_JOB", assignment.job);
   set_or_hide(variables, "TESSERA_FLIGHT_DIR", assignment.flight_folder);
+  if (!assignment.secret.empty()) variables.emplace("TESSERA_SECRET", assignment.secret);
   variables.emplace("OMP_NUM_THREADS", std::to_string(assignment.threads));  // unless it is set
   if (!options.default_malloc) {
     for (const auto& [name, value] : heap_settings()) variables.emplace(name, value);

@@ -18,7 +18,8 @@ struct RankAssignment {
   int first_rank = 0;   ///< of this host
   int local_ranks = 0;  ///< on this host; 0: all
   std::string master = "127.0.0.1";
-  std::string job;            ///< the text that the ranks of a job share
+  std::string job;     ///< the text that the ranks of a job share
+  std::string secret;  ///< by which they know each other; empty: that of this process, if any
   std::string flight_folder;  ///< where ranks write their flight records; empty: nowhere
 };
 

@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -24,6 +26,7 @@ using nlohmann::json;
 
 /// Most bytes of one record; the library's are bounded far below.
 constexpr uintmax_t kMostBytes = 16 << 20;
+constexpr auto kKept = std::chrono::days(7);
 
 /// Reads the record of `rank`. One that can't be read, or is no plain file, blames nobody.
 FlightReport read_report(const std::string& path, int rank) try {
@@ -68,6 +71,34 @@ int run(const std::vector<std::string>& command, Terminal& terminal) try {
   return 127;
 }
 
+/// Removes what was kept more than a week ago.
+void remove_old(const fs::path& folder) {
+  const auto now = fs::file_time_type::clock::now();
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator(folder, ignored))
+    if (now - entry.last_write_time(ignored) > kKept) fs::remove_all(entry.path(), ignored);
+}
+
+/// Returns the folder of all of this user's jobs in the state directory of the XDG specification;
+/// empty if there can be none.
+fs::path folder_of_user() {
+  const char* const state = std::getenv("XDG_STATE_HOME");
+  const char* const home = std::getenv("HOME");
+  fs::path folder;
+  if (state != nullptr && *state == '/') {
+    folder = state;
+  } else if (home != nullptr && *home == '/') {
+    folder = fs::path(home) / ".local/state";
+  }
+  if (folder.empty()) return {};
+  folder /= "tessera/flight";
+  std::error_code error;
+  fs::create_directories(folder, error);
+  if (error || ::access(folder.c_str(), W_OK | X_OK) != 0) return {};
+  remove_old(folder);
+  return folder;
+}
+
 }  // namespace
 
 int blamed_rank(const std::vector<FlightReport>& reports) {
@@ -92,7 +123,9 @@ FlightFolder::FlightFolder(const std::string& log_dir, std::string trace)
     : trace_(std::move(trace)), is_kept_(!log_dir.empty()) {
   try {
     if (log_dir.empty()) {
-      std::string pattern = fs::temp_directory_path() / "tessera-flight-XXXXXX";
+      const fs::path of_user = folder_of_user();
+      std::string pattern = of_user.empty() ? fs::temp_directory_path() / "tessera-flight-XXXXXX"
+                                            : of_user / "XXXXXX";
       if (::mkdtemp(pattern.data()) == nullptr)
         throw std::system_error(errno, std::generic_category(), pattern);
       path_ = pattern;

@@ -26,8 +26,10 @@ int blamed_rank(const std::vector<FlightReport>& reports);
 
 /// The folder to which ranks write their flight records: rank_0.json, rank_1.json and so on.
 ///
-/// It is `log_dir`/flight, or a temporary folder that is removed with the object unless records in
-/// it were shown. If there is none, `path()` is empty, and ranks write nothing.
+/// It is `log_dir`/flight, or a folder of the user's state directory (XDG_STATE_HOME, else
+/// ~/.local/state; a temporary folder if it can't be written). That is removed with the object
+/// unless records in it were shown; then by the first job after a week. If there is none, `path()`
+/// is empty, and ranks write nothing.
 class FlightFolder {
  public:
   /// `trace`: the name of the traces, as several nodes may have one folder.

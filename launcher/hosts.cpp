@@ -24,7 +24,8 @@ using Words = std::vector<std::string>;
 /// Below the ports that systems give to programs that ask for any.
 constexpr int kFirstPort = 20000, kPorts = 10000;
 
-/// Names of the variables that go to other hosts. The launcher there sets the excluded ones.
+/// Names of the variables that go to other hosts; sets those that are given as NAME=VALUE. The
+/// launcher there sets the excluded ones.
 Words passed_variables(Words names) {
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string_view text = *entry, name = text.substr(0, text.find('='));
@@ -33,6 +34,12 @@ Words passed_variables(Words names) {
     if (name == "OMP_NUM_THREADS" || name == "NO_COLOR" ||
         (name.starts_with("TESSERA_") && !is_of_launcher))
       names.emplace_back(name);
+  }
+  for (std::string& name : names) {
+    const size_t equals = name.find('=');
+    if (equals == std::string::npos) continue;
+    ::setenv(name.substr(0, equals).c_str(), name.c_str() + equals + 1, /*overwrite=*/1);
+    name.resize(equals);
   }
   std::sort(names.begin(), names.end());
   names.erase(std::unique(names.begin(), names.end()), names.end());
@@ -55,6 +62,9 @@ Words mpirun_command(const HostsOptions& options) {
   const auto add = [&](const Words& more, bool condition = true) {
     if (condition) words.insert(words.end(), more.begin(), more.end());
   };
+  // mpirun passes the values on through its own connections: command lines are everybody's to read.
+  if (std::getenv("TESSERA_SECRET") == nullptr)
+    ::setenv("TESSERA_SECRET", random_job_token().c_str(), /*overwrite=*/1);
   add({"--allow-run-as-root"}, ::geteuid() == 0);
   add({"--mca", "plm_rsh_agent", options.ssh}, !options.ssh.empty());
   for (const std::string& name : passed_variables(options.environment_names)) add({"-x", name});

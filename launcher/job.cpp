@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "launcher/last_words.h"
+#include "launcher/memory_kills.h"
 
 namespace tessera::tools {
 namespace {
@@ -80,6 +81,7 @@ Job::~Job() {
 }
 
 JobEnd Job::run() {
+  end_.memory_kills = memory_kills();
   start_ranks();
   while (any_running() && phase_ != Phase::kGivenUp) {
     handle_events(flights_due_ ? std::min(deadline_, Clock::now() + kLookInterval) : deadline_);
@@ -204,6 +206,9 @@ void Job::look_for_ended_ranks() {
 void Job::on_rank_end(RankEnd end) {
   end.after_interrupt = end_.interrupted_by != 0;
   end.by_launcher = phase_ >= Phase::kTerminating;
+  const bool may_lack_memory = end.killed && end.status == SIGKILL && !end.by_launcher;
+  end.out_of_memory = may_lack_memory && memory_kills() > end_.memory_kills;
+  if (end.out_of_memory) ++end_.memory_kills;
   end_.ranks.push_back(end);
   if (!end.failed()) return;
   if (phase_ == Phase::kFailing) {

@@ -2,6 +2,7 @@
 
 #include <sys/types.h>
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,7 @@ struct RankEnd {
   int status = 0;  ///< exit status, or the signal that killed it
   bool killed = false;
   bool dumped_core = false;
+  bool out_of_memory = false;    ///< the kernel killed a process for its memory meanwhile
   bool after_interrupt = false;  ///< a signal had been passed on before
   bool by_launcher = false;      ///< the launcher had ended the ranks before
   bool has_last_words = true;    ///< false: it wrote nothing to stderr after the first failure
@@ -26,6 +28,7 @@ struct RankEnd {
 /// How all ranks ended.
 struct JobEnd {
   std::vector<RankEnd> ranks;   ///< those that have ended, in the order of time
+  int64_t memory_kills = 0;     ///< `memory_kills()` at the start, and those of `ranks`
   int interrupted_by = 0;       ///< the first signal that asked the launcher to end
   std::vector<pid_t> immortal;  ///< ranks that still exist after SIGKILL
 };

@@ -59,7 +59,7 @@ void JobReport::on_asked_flight(const std::vector<int>& ranks) {
 }
 
 int JobReport::on_end(const JobEnd& end, const std::vector<FlightReport>& flights) {
-  const std::optional<Cause> cause = cause_of(end, blamed_rank(flights));
+  const std::optional<Cause> cause = cause_of(end, flights);
   std::vector<int> ranks;
   for (const FlightReport& flight : flights) ranks.push_back(flight.rank);
   if (cause) folder_.show(ranks, attempt_, terminal_);

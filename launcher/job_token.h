@@ -4,7 +4,8 @@
 
 namespace tessera::tools {
 
-/// Returns a text that no other job has, for the ranks to tell their job from others.
+/// Returns 128 random bits as a text: one that no other job has, by which ranks tell theirs from
+/// others, or one that nobody else knows.
 std::string random_job_token();
 
 /// Returns the text for one start of a job: that of `job` itself at first, another for each

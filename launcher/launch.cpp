@@ -121,6 +121,7 @@ class Launch {
                               .flight_folder = flights_.path()};
     if (!options_.place) {
       assignment.job = random_job_token();
+      assignment.secret = random_job_token();
       return assignment;
     }
     const NodePlace& place = *options_.place;

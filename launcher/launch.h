@@ -53,13 +53,13 @@ struct LaunchOptions {
 
 /// Runs the ranks, waits for them and returns the exit status of the job.
 ///
-/// That is 0 if all ranks exit with 0, else that of the cause: the rank that failed first, or
-/// another that the flight records of the others blame (128 + N if signal N killed it), 127 or 126
-/// if the program can't be executed, 2 if there is no program or `ranks` is negative, and 1 if the
-/// job can't be set up. Errors are written to stderr last. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and
-/// SIGUSR2 are passed on to the ranks meanwhile. All ranks, with the processes that they started in
-/// their process groups, have ended when it returns. They are killed if the calling thread ends
-/// earlier. One call at a time.
+/// That is 0 if all ranks exit with 0, else that of the cause (128 + N if signal N killed it): a
+/// rank that a signal killed, else one that the flight records of the others blame, else the rank
+/// that failed first; 127 or 126 if the program can't be executed, 2 if there is no program or
+/// `ranks` is negative, and 1 if the job can't be set up. Errors are written to stderr last.
+/// SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on to the ranks meanwhile. All ranks,
+/// with the processes that they started in their process groups, have ended when it returns. They
+/// are killed if the calling thread ends earlier. One call at a time.
 int launch(const LaunchOptions& options);
 
 }  // namespace tessera::tools

@@ -19,10 +19,14 @@ constexpr int kReadsOfFullPipe = 64;
 constexpr std::string_view kFrame = "frame #";
 
 UniqueFd open_log(const std::string& path, bool append) {
-  UniqueFd log(
-      ::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | (append ? O_APPEND : O_TRUNC), 0666));
+  // A link in a directory that others may write to could lead to any of the user's files.
+  UniqueFd log(::open(path.c_str(),
+                      O_WRONLY | O_CREAT | O_NOFOLLOW | O_CLOEXEC | (append ? O_APPEND : O_TRUNC),
+                      0666));
   if (!log.is_open()) {
-    throw std::system_error(errno, std::generic_category(), fmt::format("cannot write '{}'", path));
+    throw std::system_error(
+        errno, std::generic_category(),
+        fmt::format("cannot write '{}'{}", path, errno == ELOOP ? ", as it is a link" : ""));
   }
   return log;
 }

@@ -118,7 +118,7 @@ void add_node_options(CLI::App& run, NodeArguments& arguments) {
       "Program that mpirun starts in place of ssh; host and command line are added", "COMMAND");
   add("--env", arguments.environment_names,
       "Pass this variable on to the hosts, besides TESSERA_* and OMP_NUM_THREADS; repeatable",
-      "NAME")
+      "NAME[=VALUE]")
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->allow_extra_args(false);
   add("--nodes", arguments.nodes,

@@ -38,6 +38,7 @@ WorldOptions options_of(std::optional<double> timeout, const std::string& backen
   }
   options.backend = backend;
   options.transport = transport_of(transport);
+  options.accepts_clients = true;
   return options;
 }
 

@@ -129,6 +129,27 @@ TEST(LaunchFlight, TheStatusIsThatOfTheRankThatTheOthersBlame) {
       end.err, "rank 2 is the cause, by the flight records of the others: exit status 9\n"));
 }
 
+TEST(LaunchFlight, ARankThatASignalKilledIsTheCauseWhateverOthersInfer) {
+  const TemporaryDirectory directory;
+  std::vector<std::string> texts;
+  for (int rank = 0; rank < 4; ++rank) texts.push_back(record(rank, 4, 1, {}).dump());
+  const auto run = [&](const std::string& more) {
+    return run_program(writing_ranks({"--log-dir", directory.path()}, texts, more));
+  };
+  const std::string others = "sleep 0.2; write \"$text\"; exit 5";
+  auto end = run("[ $RANK = 3 ] && kill -KILL $$; " + others);
+  EXPECT_EQ(end.status, 128 + SIGKILL) << end.err;
+  EXPECT_TRUE(contains(end.err, "rank 3 failed first: killed by signal 9 (Killed)\n")) << end.err;
+
+  end = run("[ $RANK = 3 ] && sleep 0.5 && kill -SEGV $$; " + others);
+  EXPECT_EQ(end.status, 128 + SIGSEGV) << end.err;
+  EXPECT_TRUE(contains(end.err, "rank 3 is the cause: killed by signal 11")) << end.err;
+
+  end = run("[ $RANK = 1 ] && sleep 60; write \"$text\"; [ $RANK = 3 ] && kill -SEGV $$; exit 5");
+  EXPECT_TRUE(contains(end.err, "rank 1 is the cause, by the flight records of the others"))
+      << "rank 3 itself blames rank 1: " << end.err;
+}
+
 TEST(LaunchFlight, DamagedRecordsCostALineEach) {
   const TemporaryDirectory directory;
   const std::vector<std::string> texts = {
@@ -166,11 +187,12 @@ TEST(LaunchFlight, AUserSignalShowsTheRecordsWhileTheJobGoesOn) {
   EXPECT_TRUE(contains(end.out, "[1] done\n"));
 }
 
-TEST(LaunchFlight, TheTemporaryFolderGoesUnlessATraceWasNamed) {
+TEST(LaunchFlight, TheFolderOfAJobGoesUnlessATraceWasNamedAndThenAfterAWeek) {
   const TemporaryDirectory directory;
-  const ProgramRun::Options options{.environment = {{"TMPDIR", directory.path()}}};
+  const ProgramRun::Options options{.environment = {{"XDG_STATE_HOME", directory.path()}}};
+  const std::string folder = directory.path("tessera/flight");
   const auto count = [&] {
-    return std::distance(fs::directory_iterator(directory.path()), fs::directory_iterator());
+    return std::distance(fs::directory_iterator(folder), fs::directory_iterator());
   };
   run_program(writing_ranks({}, {record(0, 1, -1, {}).dump()}, "write \"$text\""), options);
   run_program({TESSERA_CLI, "run", "-n", "2", "false"}, options);
@@ -184,14 +206,31 @@ TEST(LaunchFlight, TheTemporaryFolderGoesUnlessATraceWasNamed) {
 
   const auto end = run_program(
       writing_ranks({}, {record(0, 1, -1, {}).dump()}, "write \"$text\"; exit 3"), options);
+  EXPECT_TRUE(contains(end.err, folder)) << end.err;
+  ASSERT_EQ(count(), 1);
+  const fs::path kept = fs::directory_iterator(folder)->path();
+  EXPECT_EQ(fs::status(kept).permissions(), fs::perms::owner_all);
+  const auto age = [&](int days) {
+    fs::last_write_time(kept, fs::file_time_type::clock::now() - std::chrono::days(days));
+    run_program({TESSERA_CLI, "run", "-n", "1", "true"}, options);
+    return count();
+  };
+  EXPECT_EQ(age(6), 1);
+  EXPECT_EQ(age(8), 0);
+}
+
+TEST(LaunchFlight, WithoutAStateDirectoryAJobHasATemporaryFolder) {
+  const TemporaryDirectory directory;
+  const auto end =
+      run_program(writing_ranks({}, {record(0, 1, -1, {}).dump()}, "write \"$text\"; exit 3"),
+                  {.environment = {{"HOME", "/proc"}, {"TMPDIR", directory.path()}}});
   EXPECT_TRUE(contains(end.err, directory.path("tessera-flight-"))) << end.err;
-  EXPECT_EQ(count(), 1);
 }
 
 TEST(LaunchFlight, WithoutPythonTheRecordsStayAndTheCauseIsTold) {
   const TemporaryDirectory directory;
   const ProgramRun::Options options{
-      .environment = {{"TMPDIR", directory.path()}, {"PATH", "/nowhere"}}};
+      .environment = {{"XDG_STATE_HOME", directory.path()}, {"PATH", "/nowhere"}}};
   const Command job = {TESSERA_CLI,
                        "run",
                        "-n",
@@ -204,7 +243,7 @@ TEST(LaunchFlight, WithoutPythonTheRecordsStayAndTheCauseIsTold) {
   EXPECT_EQ(end.status, 4) << end.err;
   EXPECT_TRUE(
       contains(end.err, "tessera run: the flight records could not be shown; `tessera flight " +
-                            directory.path("tessera-flight-")))
+                            directory.path("tessera/flight/")))
       << end.err;
 }
 

@@ -62,6 +62,21 @@ TEST_F(LaunchHosts, StartTheRanksOfAllHostsAsOneJob) {
   EXPECT_EQ(jobs.size(), 1U);
 }
 
+TEST_F(LaunchHosts, PassSecretsAndValuesOnBesideTheCommandLines) {
+  const std::string script =
+      "[ -n \"$TESSERA_SECRET\" ] || exit 3; printenv TESSERA_SECRET SEASON > $LIST.$RANK; "
+      "cat /proc/[0-9]*/cmdline 2> /dev/null | tr '\\0' '\\n' | grep -cFf $LIST.$RANK; "
+      "cat $LIST.$RANK";
+  const auto end = run_program(
+      run_shell({"--hosts", "node-a:1,node-b:1", "--env", "LIST", "--env", "SEASON=warm and windy"},
+                script),
+      options({{"LIST", path("secrets")}}));
+  EXPECT_EQ(end.status, 0) << end.err;
+  for (const char* line : {"[0] 0\n", "[1] 0\n", "[1] warm and windy\n"})
+    EXPECT_TRUE(contains(end.out, line)) << line << end.out;
+  EXPECT_EQ(read_file(path("secrets.0")), read_file(path("secrets.1")));
+}
+
 TEST_F(LaunchHosts, RunInTheSameDirectoryAndPassArgumentsUnchanged) {
   Command command = run_shell({"--hosts", "node-a:1"}, "pwd; printf '<%s>' \"$@\"");
   const auto end = run_program(with(command, {"sh", "a b", "it's", "$HOME", "", "--"}), options());

@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <filesystem>
+#include <fstream>
 #include <map>
 #include <sstream>
 
@@ -100,6 +102,18 @@ TEST(RankOutput, NamesALogDirectoryThatCannotBeMade) {
   EXPECT_EQ(end.status, 1);
   EXPECT_TRUE(contains(end.err, "/proc/none")) << end.err;
   EXPECT_EQ(end.out, "");
+}
+
+TEST(RankOutput, WritesNoLogThroughALink) {
+  const TemporaryDirectory directory;
+  const std::string target = directory.path("target");
+  std::ofstream(target) << "kept";
+  std::filesystem::create_symlink(target, directory.path("rank_0.err"));
+  const auto end =
+      run_program(launched({"-n", "1", "--log-dir", directory.path()}, {"--print", "started"}));
+  EXPECT_EQ(end.status, 1);
+  EXPECT_TRUE(contains(end.err, "rank_0.err', as it is a link")) << end.err;
+  EXPECT_EQ(read_file(target), "kept");
 }
 
 TEST(RankOutput, GivesInputToRankZeroOnly) {

@@ -3,17 +3,12 @@
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
-#include <poll.h>
 #include <signal.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <chrono>
-#include <filesystem>
-#include <fstream>
 #include <memory>
-#include <set>
-#include <sstream>
 #include <string>
 #include <thread>
 #include <utility>
@@ -21,28 +16,9 @@
 
 #include "launched.h"
 #include "launcher/reserved_port.h"
+#include "ranks_by_hand.h"
 
 namespace tessera::world_start_test {
-
-/// Loading LibTorch takes its time on a busy machine. Far below the timeout that is used without
-/// TESSERA_TIMEOUT, ten minutes, for which no rank may wait.
-constexpr std::chrono::seconds kLimit{100};
-
-using Environment = std::map<std::string, std::string>;
-
-/// Removes variables that a launcher around the tests may have set; then sets `variables`.
-Environment clean_environment(const Environment& variables = {}) {
-  Environment environment;
-  for (const char* name :
-       {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-        "TESSERA_RUN", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID",
-        "SLURM_NTASKS", "TESSERA_JOB", "TESSERA_REPORT_AFTER"}) {
-    environment[name] = "";
-  }
-  environment["OMP_NUM_THREADS"] = "1";
-  for (const auto& [name, value] : variables) environment[name] = value;
-  return environment;
-}
 
 ProgramEnd probe_world(const Environment& variables) {
   return run_program({WORLD_PROBE}, {.environment = clean_environment(variables), .limit = kLimit});
@@ -187,47 +163,6 @@ TEST(WorldStart, LogsTheTransportOnceIfAsked) {
   ASSERT_NE(found, std::string::npos) << text(end);
   EXPECT_EQ(text(end).find(line, found + 1), std::string::npos) << text(end);
   EXPECT_EQ(text(run({})).find("transport:"), std::string::npos);
-}
-
-// Ranks of this machine without a launcher, whose environments may differ.
-class RanksByHand {
- public:
-  explicit RanksByHand(int size, Environment all = {}) : size_(size), all_(std::move(all)) {
-    all_.emplace("TESSERA_TIMEOUT", "3");
-  }
-
-  ProgramRun& start(int rank, const Environment& own = {}, const Command& arguments = {},
-                    bool on_terminal = false) {
-    Environment environment = clean_environment(environment_of(rank, size_, port_.number()));
-    environment["TESSERA_TRANSPORT"] = "";
-    for (const Environment* more : {&std::as_const(all_), &own})
-      for (const auto& [name, value] : *more) environment[name] = value;
-    runs_.push_back(std::make_unique<ProgramRun>(
-        with({WORLD_PROBE}, arguments),
-        ProgramRun::Options{
-            .environment = std::move(environment), .on_terminal = on_terminal, .limit = kLimit}));
-    return *runs_.back();
-  }
-
-  std::vector<ProgramEnd> wait() {
-    std::vector<ProgramEnd> ends;
-    for (const auto& run : runs_) ends.push_back(run->wait());
-    return ends;
-  }
-
-  int port() const { return port_.number(); }
-
- private:
-  const int size_;
-  Environment all_;
-  const tools::ReservedPort port_{0};
-  std::vector<std::unique_ptr<ProgramRun>> runs_;
-};
-
-void expect_error(const ProgramEnd& end, const std::vector<std::string>& parts) {
-  EXPECT_EQ(end.status, 1) << end.out << end.err;
-  for (const std::string& part : parts)
-    EXPECT_TRUE(contains(end.err, part)) << part << " is missing in " << end.err;
 }
 
 // A server that is no store: it accepts connections, and answers the first bytes with `answer`, if
@@ -408,102 +343,6 @@ TEST(WorldStart, ASecondInitOfAProcessIsRefusedAtOnce) {
     EXPECT_EQ(end.status, 0) << end.err;
     EXPECT_TRUE(contains(end.out, "this one is rank " + std::to_string(rank) + " of 2 already"))
         << end.out;
-    EXPECT_TRUE(contains(end.out, "again 3")) << end.out;
-  }
-}
-
-int descriptors_of(pid_t pid) {
-  const std::filesystem::directory_iterator all("/proc/" + std::to_string(pid) + "/fd");
-  return static_cast<int>(std::distance(begin(all), end(all)));
-}
-
-// Opens 400 connections to a port of 127.0.0.1, sends garbage through every second one, and closes
-// them. Returns how many were accepted.
-int visit_as_stranger(int port) {
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  address.sin_port = htons(static_cast<uint16_t>(port));
-  std::vector<int> sockets;
-  int accepted = 0;
-  for (int i = 0; i < 400; ++i) {
-    const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    ::connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address));
-    pollfd polled{fd, POLLOUT, 0};
-    if (::poll(&polled, 1, accepted == 0 && i > 3 ? 0 : 100) == 1 && polled.revents == POLLOUT)
-      ++accepted;
-    if (i % 2 == 0)
-      ::send(fd, &fd, sizeof(fd), MSG_NOSIGNAL), ::send(fd, "GET / HTTP/1.1\r\n", 16, MSG_NOSIGNAL);
-    sockets.push_back(fd);
-  }
-  for (const int fd : sockets) ::close(fd);
-  return accepted;
-}
-
-std::set<std::string> lines_after(const std::string& text, const std::string& key) {
-  std::set<std::string> found;
-  std::istringstream lines(text);
-  for (std::string line; std::getline(lines, line);)
-    if (line.starts_with(key)) found.insert(line.substr(key.size()));
-  return found;
-}
-
-TEST(WorldStart, StrangersLeaveNoDescriptorsAndReachNoRank) {
-  const TemporaryDirectory directory;
-  const Command linger = {"--linger", directory.path("go on")};
-  RanksByHand ranks(2, {{"TESSERA_TIMEOUT", "30"}, {"TESSERA_TRANSPORT", "gloo"}});
-  auto& first = ranks.start(0, {}, linger);
-  auto& second = ranks.start(1, {}, linger);
-  ASSERT_TRUE(first.wait_for_output("lingers") && second.wait_for_output("lingers"));
-  const int before = descriptors_of(first.pid());
-  const auto listening = lines_after(first.output(), "listening ");
-  EXPECT_EQ(listening.size(), 2);
-  for (const std::string& address : listening) {
-    EXPECT_TRUE(address.starts_with("127.0.0.1:")) << address << " is open to other hosts";
-    const int port = std::stoi(address.substr(address.find(':') + 1));
-    const int accepted = visit_as_stranger(port);
-    EXPECT_TRUE(port == ranks.port() || accepted == 0) << "Gloo's listener is not deaf";
-  }
-  for (int i = 0; i < 100 && descriptors_of(first.pid()) > before; ++i)
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  EXPECT_LE(descriptors_of(first.pid()), before + 8);
-  std::ofstream(directory.path("go on")) << "";
-  for (const ProgramEnd& end : ranks.wait()) {
-    EXPECT_EQ(end.status, 0) << end.err;
-    EXPECT_TRUE(contains(end.out, "again 3")) << end.out;
-  }
-}
-
-// Connects to a store, asks it for the number of its keys twice, and leaves before it can answer.
-void ask_and_leave(int port) {
-  const std::string check("\0\xCE\xF7\x85\x3C", 5), count_keys(2, '\x07');  // c10d's requests
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  address.sin_port = htons(static_cast<uint16_t>(port));
-  const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  EXPECT_EQ(::connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)), 0);
-  const std::string text = check + count_keys;
-  EXPECT_EQ(::send(fd, text.data(), text.size(), MSG_NOSIGNAL), static_cast<ssize_t>(text.size()));
-  ::close(fd);
-}
-
-TEST(WorldStart, AVisitorThatLeavesBeforeItsAnswersEndsNobody) {
-  const TemporaryDirectory directory;
-  const Command linger = {"--linger", directory.path("go on")};
-  RanksByHand ranks(2, {{"TESSERA_TIMEOUT", "30"}});
-  auto& first = ranks.start(0, {}, linger);
-  auto& second = ranks.start(1, {}, linger);
-  ASSERT_TRUE(first.wait_for_output("lingers") && second.wait_for_output("lingers"));
-  for (int i = 0; i < 20; ++i) {
-    first.signal(SIGSTOP);  // so that it answers after the visitor has left
-    ask_and_leave(ranks.port());
-    first.signal(SIGCONT);
-    ::usleep(20'000);
-  }
-  std::ofstream(directory.path("go on")) << "";
-  for (const ProgramEnd& end : ranks.wait()) {
-    EXPECT_EQ(end.status, 0) << end.err;
     EXPECT_TRUE(contains(end.out, "again 3")) << end.out;
   }
 }

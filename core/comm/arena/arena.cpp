@@ -160,7 +160,8 @@ Arena::Arena(int rank, std::chrono::milliseconds timeout, PageHeap& heap, Ledger
                       [](const auto& other) { return !other || other->is_thread_here(); })),
       may_spin_(size() <= static_cast<int>(std::thread::hardware_concurrency())) {}
 
-std::shared_ptr<Arena> Arena::connect(ProcessGroup& inner, std::string& why_not) {
+std::shared_ptr<Arena> Arena::connect(ProcessGroup& inner, const std::string& key,
+                                      std::string& why_not) {
   PageHeap* heap = nullptr;
   std::shared_ptr<SharedMemory> ledger;
   std::vector<std::shared_ptr<Neighbour>> neighbours;
@@ -172,7 +173,7 @@ std::shared_ptr<Arena> Arena::connect(ProcessGroup& inner, std::string& why_not)
     ledger = SharedMemory::create("tessera ledger", Ledger::nbytes(inner.size()));
     return own + "\n" + ledger->handle().to_text();
   };
-  why_not = shake_hands(inner, show, [&](int rank, const std::vector<std::string>& lines) {
+  why_not = shake_hands(inner, key, show, [&](int rank, const std::vector<std::string>& lines) {
     std::shared_ptr<Neighbour>& neighbour = neighbours.emplace_back();
     if (rank == inner.rank()) return;
     if (rank == 0) ledger = SharedMemory::open(SharedMemoryHandle::from_text(lines.at(2)));

@@ -57,8 +57,10 @@ class Arena : public std::enable_shared_from_this<Arena> {
   using Advance = std::function<bool(Arena& arena, ArenaTicket& awaited)>;
 
   /// Makes an arena of the ranks that `inner` already connects. Collective. Returns null on all
-  /// ranks, with the reason in `why_not`, if any of them can't share memory.
-  static std::shared_ptr<Arena> connect(ProcessGroup& inner, std::string& why_not);
+  /// ranks, with the reason in `why_not`, if any of them can't share memory. `key`: see
+  /// `shake_hands()`.
+  static std::shared_ptr<Arena> connect(ProcessGroup& inner, const std::string& key,
+                                        std::string& why_not);
 
   int rank() const { return rank_; }
   int size() const { return ledger_.size(); }

@@ -138,7 +138,7 @@ std::shared_ptr<SharedMemory> ArenaProcessGroup::share_memory(int64_t nbytes, bo
     return memory->handle().to_text();
   };
   const std::string failure =
-      shake_hands(*this, make, [&](int other, const std::vector<std::string>& lines) {
+      shake_hands(*this, /*key=*/"", make, [&](int other, const std::vector<std::string>& lines) {
         if (other != 0 || rank() == 0) return;
         memory = SharedMemory::open(SharedMemoryHandle::from_text(lines.at(0)));
         memory->read_only();
@@ -329,10 +329,14 @@ WorkPtr ArenaProcessGroup::start(AllToAll& call, const CollectiveTag& tag) {
 }
 
 ProcessGroupPtr arena_process_group(ProcessGroupPtr inner) {
+  return arena_process_group(std::move(inner), /*key=*/"");
+}
+
+ProcessGroupPtr arena_process_group(ProcessGroupPtr inner, const std::string& key) {
   TORCH_CHECK_VALUE(inner != nullptr, "[arena_process_group] `inner` must be given");
   if (inner->size() == 1) return inner;
   std::string why_not;
-  auto arena = Arena::connect(*inner, why_not);
+  auto arena = Arena::connect(*inner, key, why_not);
   TORCH_CHECK_NOT_IMPLEMENTED(arena,
                               "[arena_process_group] the ranks can't share memory: ", why_not);
   return std::make_shared<ArenaProcessGroup>(std::move(arena));

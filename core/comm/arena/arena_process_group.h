@@ -98,4 +98,7 @@ class ArenaProcessGroup : public ProcessGroup,
   SharedBuffers<NumberedBuffer> buffers_;
 };
 
+/// As the public function, with the key of `shake_hands()`.
+ProcessGroupPtr arena_process_group(ProcessGroupPtr inner, const std::string& key);
+
 }  // namespace tessera

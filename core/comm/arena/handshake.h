@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/group/authentication.h"
 #include "comm/group/collective_name.h"
 
 namespace tessera {
@@ -18,10 +19,12 @@ namespace tessera {
 /// its text, unless a rank has failed. Collective; every rank takes part in both rounds.
 ///
 /// Returns the error of the first rank that failed, as "rank 1: why", on all ranks; empty if none
-/// did.
+/// did. `key`: of the codes by which ranks know each other's texts; empty: they carry none.
 inline std::string shake_hands(
-    ProcessGroup& process_group, const std::function<std::string()>& make,
+    ProcessGroup& process_group, const std::string& key, const std::function<std::string()>& make,
     const std::function<void(int, const std::vector<std::string>&)>& open) {
+  int round = 0;
+  const auto context = [&](int rank) { return fmt::format("round {} of rank {}", round, rank); };
   std::string failure;
   const auto exchange = [&](const std::function<std::string()>& text) {
     std::string own;
@@ -30,11 +33,16 @@ inline std::string shake_hands(
     } catch (...) {
       own = "failed\n" + exception_text(std::current_exception());
     }
-    const auto all = all_gather_bytes(process_group, own, {"shared memory", Channel::kControl});
-    for (size_t rank = 0; rank < all.size() && failure.empty(); ++rank) {
+    auto all =
+        all_gather_bytes(process_group, authenticated(key, context(process_group.rank()), own),
+                         {"shared memory", Channel::kControl});
+    for (int rank = 0; rank < std::ssize(all) && failure.empty(); ++rank) {
+      const auto text = authentic_text(key, context(rank), all[rank]);
+      all[rank] = text.value_or("failed\nits message is not from a rank of this job");
       if (all[rank].starts_with("failed\n"))
         failure = fmt::format("rank {}: {}", rank, all[rank].substr(7));
     }
+    ++round;
     return all;
   };
   const std::vector<std::string> told = exchange(make);

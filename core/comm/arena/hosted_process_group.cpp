@@ -468,19 +468,21 @@ class HostedProcessGroup : public ProcessGroup,
 
 ProcessGroupPtr hosted_process_group(ProcessGroupPtr whole,
                                      const c10::intrusive_ptr<c10d::Store>& store,
-                                     const HostTable& table) {
+                                     const HostTable& table, const std::string& address,
+                                     const std::string& key) {
   const auto timeout = whole->timeout();
   const int host = table.host_of(whole->rank()), index = table.index_of(whole->rank());
-  const auto connect = [&](const std::string& name, int rank, int size) {
+  const auto connect = [&](const std::string& name, int rank, int size, const std::string& at) {
     const auto keys = c10::make_intrusive<c10d::PrefixStore>(name, store);
-    return gloo_process_group(keys, rank, size, timeout);
+    return gloo_process_group(keys, rank, size, timeout, at);
   };
   const ProcessGroupPtr inside =
-      connect("host_" + std::to_string(host), index, table.ranks_per_host());
-  const ProcessGroupPtr rail = connect("rail_" + std::to_string(index), host, table.hosts());
+      connect("host_" + std::to_string(host), index, table.ranks_per_host(), "127.0.0.1");
+  const ProcessGroupPtr rail =
+      connect("rail_" + std::to_string(index), host, table.hosts(), address);
   // If one host can't share memory, all hosts fail.
   std::string why_not;
-  auto arena = Arena::connect(*inside, why_not);
+  auto arena = Arena::connect(*inside, key, why_not);
   for (const auto& failure : all_gather_bytes(*whole, why_not, {"hosts", Channel::kControl}))
     TORCH_CHECK_NOT_IMPLEMENTED(failure.empty(),
                                 "[arena] the ranks of a host can't share memory: ", failure);

@@ -19,8 +19,8 @@
 #include "comm/group/encoding.h"
 #include "comm/group/peer_message.h"
 #include "comm/group/sent_bytes.h"
+#include "comm/message/broken_pipe.h"
 #include "comm/message/gloo_backend.h"
-#include "comm/message/no_sigpipe.h"
 #include "comm/message/reduce_exchange.h"
 #include "comm/message/relay_exchange.h"
 
@@ -468,7 +468,7 @@ ProcessGroupPtr gloo_process_group(const c10::intrusive_ptr<c10d::Store>& store,
   TORCH_CHECK_VALUE(timeout.count() > 0, "[gloo_process_group] `timeout` must be positive; got ",
                     timeout.count(), " ms");
   const BatchScheduling batch_scheduling;
-  const NoSigpipe no_sigpipe;
+  survive_broken_pipes();
   return std::make_shared<ExchangeProcessGroup>(
       gloo_backend(store, rank, size, timeout, hostname, /*threads=*/1, Mailbox::kConnections),
       timeout);

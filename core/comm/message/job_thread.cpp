@@ -2,8 +2,6 @@
 
 #include <utility>
 
-#include "comm/message/no_sigpipe.h"
-
 namespace tessera {
 
 JobThread::JobThread() : queue_(std::make_unique<Queue>()) {}
@@ -26,10 +24,7 @@ bool JobThread::push(std::shared_ptr<Job> job) {
     return false;
   }
   queue.jobs.push_back(std::move(job));
-  if (!queue.thread.joinable()) {
-    const NoSigpipe no_sigpipe;  // the thread inherits it
-    queue.thread = std::thread([&queue] { run_jobs(queue); });
-  }
+  if (!queue.thread.joinable()) queue.thread = std::thread([&queue] { run_jobs(queue); });
   queue.changed.notify_all();
   return true;
 }

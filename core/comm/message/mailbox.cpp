@@ -6,8 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "comm/message/no_sigpipe.h"
-
 namespace tessera {
 namespace {
 
@@ -38,7 +36,6 @@ int Mailbox::tag_for(int tag, int from, int to) {
 }
 
 Transfer Mailbox::send(const void* data, int64_t bytes, int peer, int tag) const {
-  const NoSigpipe no_sigpipe;
   auto tensors = as_bytes(const_cast<void*>(data), bytes);
   sent_->count.fetch_add(1, std::memory_order_relaxed);
   sent_->nbytes.fetch_add(bytes, std::memory_order_relaxed);
@@ -46,7 +43,6 @@ Transfer Mailbox::send(const void* data, int64_t bytes, int peer, int tag) const
 }
 
 Transfer Mailbox::receive(void* data, int64_t bytes, int peer, int tag) const {
-  const NoSigpipe no_sigpipe;  // receiving sends a notice
   auto tensors = as_bytes(data, bytes);
   return {peer, open_backend().recv(tensors, peer, tag_for(tag, peer, rank_))};
 }

@@ -65,36 +65,37 @@ class ArrivalList {
   // Reads new arrivals, up to the first that contradicts the ones before it.
   void read() {
     const int64_t count = store_.add("arrivals", 0);
-    while (!complete() && refusal_.empty() && seen() < count) {
+    while (!complete() && refusal_.empty() && read_ < count) {
       const std::vector<std::string> texts = next_texts(count);
       if (texts.empty()) return;
-      for (size_t i = 0; i < texts.size() && !complete() && refusal_.empty(); ++i)
-        take(arrival_from_text(texts[i]));
+      for (size_t i = 0; i < texts.size() && !complete() && refusal_.empty(); ++i) {
+        ++read_;
+        if (!texts[i].empty()) take(arrival_from_text(texts[i]));
+      }
     }
   }
 
-  bool complete() const { return !list_.empty() && seen() == list_.front().size; }
+  bool complete() const { return !list_.empty() && std::ssize(list_) == list_.front().size; }
   const std::string& refusal() const { return refusal_; }
-  bool has_own() const { return number_ <= seen(); }
+  bool has_own() const { return number_ <= read_; }
   // Why this rank is none of those that are there.
   std::string own_contradiction() const { return contradiction(attendance_.own()); }
 
   void wait_for_last(const Deadline& deadline) const {
-    const int64_t last = list_.empty() ? attendance_.own().size : list_.front().size;
+    const int64_t strangers = read_ - std::ssize(list_);
+    const int64_t last = strangers + (list_.empty() ? attendance_.own() : list_.front()).size;
     const int askers = attendance_.own().size;
     const auto time = std::max(kBetweenLooks, 8 * pause_between_questions(askers));
     wait_for_key(store_, key_of_arrival(last), Deadline(std::min(time, deadline.left())), askers);
   }
 
  private:
-  int64_t seen() const { return static_cast<int64_t>(list_.size()); }
-
   // Returns the next facts: many with one request, as every rank reads those of all ranks. A rank
   // that has its number may not have written its facts yet: then those before it, or none.
   std::vector<std::string> next_texts(int64_t count) {
     const int64_t most = store_.hasExtendedApi() ? kMostAtOnce : 1;
     std::vector<std::string> keys;
-    for (int64_t number = seen() + 1; number <= std::min(count, seen() + most); ++number)
+    for (int64_t number = read_ + 1; number <= std::min(count, read_ + most); ++number)
       keys.push_back(key_of_arrival(number));
     while (!keys.empty() && !store_.check(keys)) keys.resize(keys.size() / 2);
     if (keys.empty()) return {};
@@ -139,6 +140,7 @@ class ArrivalList {
   Attendance& attendance_;
   c10d::Store& store_;
   int64_t number_ = 0;  // of this rank, from 1
+  int64_t read_ = 0;    // those of strangers, which a store with a secret reads as empty, too
   std::vector<Arrival> list_;
   std::string refusal_;
 };

@@ -3,17 +3,20 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <unistd.h>
 
 #include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <type_traits>
 #include <vector>
 
+#include "comm/arena/arena_process_group.h"
 #include "comm/arena/host_table.h"
 #include "comm/arena/hosted_process_group.h"
 #include "comm/group/capability.h"
@@ -22,6 +25,7 @@
 #include "comm/group/interruption.h"
 #include "comm/group/registered_backends.h"
 #include "comm/start/arrival.h"
+#include "comm/start/authentic_store.h"
 #include "comm/start/host_identity.h"
 #include "comm/start/wait_report.h"
 #include "comm/watch/datagrams.h"
@@ -35,7 +39,8 @@ namespace {
 // it and it is available. `table`: null if all ranks are on one host. Collective.
 ProcessGroupPtr with_arena(const ProcessGroupPtr& gloo,
                            const c10::intrusive_ptr<c10d::Store>& store,
-                           const std::optional<HostTable>& table, Transport transport) {
+                           const std::optional<HostTable>& table, const std::string& address,
+                           Transport transport) {
   if (transport == Transport::kGloo) return gloo;
   const bool several_hosts = table && table->hosts() > 1;
   if (several_hosts && table->ranks_per_host() < 2) {
@@ -50,7 +55,9 @@ ProcessGroupPtr with_arena(const ProcessGroupPtr& gloo,
     return gloo;
   }
   try {
-    return several_hosts ? hosted_process_group(gloo, store, *table) : arena_process_group(gloo);
+    const std::string key = AuthenticStore::key_of(store, "arena");
+    return several_hosts ? hosted_process_group(gloo, store, *table, address, key)
+                         : arena_process_group(gloo, key);
   } catch (const c10::NotImplementedError& error) {
     if (transport == Transport::kArena) throw;
     if (gloo->rank() == 0) {
@@ -67,8 +74,9 @@ ProcessGroupPtr with_arena(const ProcessGroupPtr& gloo,
 // none.
 std::unique_ptr<Datagrams> open_socket(const RankInfo& info) {
   try {
-    return std::make_unique<Datagrams>(
-        address_towards(info.source == "spawn" ? "127.0.0.1" : info.master_addr));
+    const bool is_local = info.source == "spawn" || info.local_size == info.size;
+    return std::make_unique<Datagrams>(is_local ? loopback_address()
+                                                : address_towards(info.master_addr));
   } catch (const std::exception& error) {
     LOG(WARNING) << "[init] rank " << info.rank
                  << " can't tell the others where it is, if it waits long: " << error.what();
@@ -100,12 +108,10 @@ std::vector<std::string> hosts_of(const std::vector<Arrival>& arrivals) {
   return hosts;
 }
 
-// Returns the address at which Gloo listens; empty: that of this host's name, on Debian 127.0.1.1.
+// Returns the address at which Gloo listens; empty: that of GLOO_SOCKET_IFNAME.
 std::string gloo_address(const RankInfo& info, bool one_host) {
-  if (one_host) return "127.0.0.1";
-  if (environment("GLOO_SOCKET_IFNAME") || info.master_addr.empty()) return "";
-  const std::string address = address_towards(info.master_addr);
-  return address.starts_with("127.") || address == "::1" ? "" : address;
+  if (one_host) return loopback_address();
+  return environment("GLOO_SOCKET_IFNAME") ? "" : address_towards(info.master_addr);
 }
 
 // Connects the ranks, all of which are there. Collective.
@@ -114,11 +120,12 @@ ProcessGroupPtr join_all(const RankInfo& info, const Arrival& own, const Agreeme
                          const c10::intrusive_ptr<c10d::Store>& store,
                          const std::shared_ptr<CollectiveWatch>& watch) {
   const auto keys = c10::make_intrusive<c10d::PrefixStore>("world", store);
-  ProcessGroupPtr process_group = gloo_process_group(keys, own.rank, own.size, agreement.timeout,
-                                                     gloo_address(info, agreement.one_host));
+  const std::string address = gloo_address(info, agreement.one_host);
+  ProcessGroupPtr process_group =
+      gloo_process_group(keys, own.rank, own.size, agreement.timeout, address);
   std::optional<HostTable> table;
   if (!agreement.one_host) table.emplace(hosts);
-  process_group = with_arena(process_group, keys, table, agreement.transport);
+  process_group = with_arena(process_group, keys, table, address, agreement.transport);
   if (const auto backend = find_backend(own.backend))
     process_group = with_backend(*backend, process_group, keys);
   if (auto* const watchable = capability<Watchable>(*process_group); watchable && watch)
@@ -164,9 +171,10 @@ class Gathering {
       endpoints.push_back(arrival.endpoint);
       ranks.push_back(arrival.rank);
     }
-    const auto watch =
-        Watch::start(std::move(socket_), meeting_.info.rank, endpoints,
-                     {.report_after = report_after(), .flight_folder = flight_folder()});
+    const auto watch = Watch::start(std::move(socket_), meeting_.info.rank, endpoints,
+                                    {.report_after = report_after(),
+                                     .flight_folder = flight_folder(),
+                                     .secret = AuthenticStore::key_of(meeting_.store, "watch")});
     return watch ? watch->group("world", ranks) : nullptr;
   }
 
@@ -243,7 +251,7 @@ class Gathering {
     const double waited = seconds(meeting_.deadline.waited());
     const std::string failure =
         missing.empty()
-            ? fmt::format("could not connect to all other ranks in {:.1f} s", waited)
+            ? fmt::format("could not connect to all other ranks in {:.1f} s{}", waited, addresses())
             : fmt::format("waited {:.1f} s in vain for {}", waited, attendance_->describe(missing));
     std::string text =
         fmt::format("[{}] {} {}, timeout {:.1f} s{}; expected all ranks to call {}; {}", function_,
@@ -252,6 +260,14 @@ class Gathering {
     for (const std::string& more : {attendance_->describe_halted(), cause})
       if (!more.empty() && text.find(more) == std::string::npos) text += "; " + more;
     C10_THROW_ERROR(DistNetworkError, text);
+  }
+
+  // Where the ranks listen to each other.
+  std::string addresses() const {
+    std::set<std::string> known;
+    for (const Arrival& arrival : attendance_->arrivals())
+      known.insert(arrival.endpoint.substr(0, arrival.endpoint.find(' ')));
+    return fmt::format(" (tried {})", fmt::join(known, ", "));
   }
 
   std::string place() const {

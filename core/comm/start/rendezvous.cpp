@@ -11,12 +11,14 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <utility>
 #include <vector>
 
 #include "comm/group/collective_name.h"
 #include "comm/group/environment.h"
-#include "comm/message/no_sigpipe.h"
+#include "comm/message/broken_pipe.h"
 #include "comm/message/rank_sockets.h"
+#include "comm/start/job_secret.h"
 #include "comm/start/job_token.h"
 #include "comm/start/store_key.h"
 #include "comm/start/store_listener.h"
@@ -66,7 +68,7 @@ c10::intrusive_ptr<c10d::TCPStore> tcp_store(const RankInfo& info, const Deadlin
   options.waitWorkers = false;  // see arrive()
   // Half for each of two tries to connect; c10d counts whole seconds.
   options.timeout = std::max<milliseconds>(deadline.left() / 2, std::chrono::seconds(1));
-  const NoSigpipe no_sigpipe;  // the server's threads inherit it: a visitor may close at any time
+  survive_broken_pipes();  // a visitor may close at any time
   auto store = c10::make_intrusive<c10d::TCPStore>(numeric_loopback(info.master_addr), options);
   store->setTimeout(deadline.timeout());
   keep_from_children(sockets_of_store(info));
@@ -92,6 +94,12 @@ std::string compare_tokens(c10d::Store& store, const RankInfo& info, bool serves
       address_of(info), shown(own), shown(theirs));
 }
 
+// A restart has its own keys: torchrun's agent keeps the store.
+StorePtr store_of_attempt(StorePtr store) {
+  const auto attempt = environment({"TESSERA_RESTART", "TORCHELASTIC_RESTART_COUNT"}).value_or("0");
+  return c10::make_intrusive<c10d::PrefixStore>("tessera/attempt_" + attempt, std::move(store));
+}
+
 struct StoreOrRefusal {
   StorePtr store;
   std::string refusal;
@@ -114,9 +122,10 @@ std::optional<StoreOrRefusal> make_store(const RankInfo& info, const Deadline& d
   const int listener = serves ? open_store_listener(info) : -1;
   const auto make = [info, deadline, listener, serves] {
     StoreOrRefusal made;
-    made.store = tcp_store(info, deadline, listener);
+    const StorePtr store = tcp_store(info, deadline, listener);
     // torchrun's agent serves no other job.
-    if (!agent_serves()) made.refusal = compare_tokens(*made.store, info, serves, deadline);
+    if (!agent_serves()) made.refusal = compare_tokens(*store, info, serves, deadline);
+    if (made.refusal.empty()) made.store = with_secret(store_of_attempt(store), info, deadline);
     return made;
   };
   WaitReport report(deadline);
@@ -149,8 +158,12 @@ StorePtr rendezvous_store(const RankInfo& info, const Deadline& deadline) {
   if (!made->refusal.empty())
     C10_THROW_ERROR(DistNetworkError,
                     fmt::format("[init] {} (rank {} of {})", made->refusal, info.rank, info.size));
-  const auto attempt = environment({"TESSERA_RESTART", "TORCHELASTIC_RESTART_COUNT"}).value_or("0");
-  return c10::make_intrusive<c10d::PrefixStore>("tessera/attempt_" + attempt, made->store);
+  return made->store;
+}
+
+void refuse_new_clients(const RankInfo& info) {
+  for (const int fd : sockets_of_store(info))
+    if (is_listening(fd)) ignore_new_connections(fd);
 }
 
 StorePtr fresh_store(const StorePtr& store, int size) {

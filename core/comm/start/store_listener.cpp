@@ -3,54 +3,59 @@
 #include <arpa/inet.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
+#include <netdb.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstdint>
 #include <cstring>
+#include <functional>
+#include <memory>
 
 namespace tessera {
 namespace {
 
-struct ListenerAddress {
-  sockaddr_storage bytes{};
-  socklen_t size = 0;
-};
-
-ListenerAddress ipv4(in_addr address, int port) {
-  ListenerAddress result{.size = sizeof(sockaddr_in)};
-  auto* const target = reinterpret_cast<sockaddr_in*>(&result.bytes);
-  target->sin_family = AF_INET;
-  target->sin_addr = address;
-  target->sin_port = htons(static_cast<uint16_t>(port));
-  return result;
-}
-
-ListenerAddress ipv6(const in6_addr& address, int port) {
-  ListenerAddress result{.size = sizeof(sockaddr_in6)};
-  auto* const target = reinterpret_cast<sockaddr_in6*>(&result.bytes);
-  target->sin6_family = AF_INET6;
-  target->sin6_addr = address;
-  target->sin6_port = htons(static_cast<uint16_t>(port));
-  return result;
-}
-
 // Returns the listening socket, or -1 with errno.
-int listen_at(const ListenerAddress& address) {
-  const int fd = ::socket(address.bytes.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+int listen_at(const addrinfo& address) {
+  const int fd = ::socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
   if (fd < 0) return -1;
   const int on = 1, off = 0;
   ::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-  if (address.bytes.ss_family == AF_INET6)  // `::` takes IPv4, too
+  if (address.ai_family == AF_INET6)  // `::` takes IPv4, too
     ::setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off));
-  if (::bind(fd, reinterpret_cast<const sockaddr*>(&address.bytes), address.size) == 0 &&
-      ::listen(fd, SOMAXCONN) == 0)
+  if (::bind(fd, address.ai_addr, address.ai_addrlen) == 0 && ::listen(fd, SOMAXCONN) == 0)
     return fd;
   const int error = errno;
   ::close(fd);
   errno = error;
+  return -1;
+}
+
+bool is_loopback(const addrinfo& address) {
+  if (address.ai_family == AF_INET6)
+    return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(address.ai_addr)->sin6_addr);
+  const auto* const in = reinterpret_cast<const sockaddr_in*>(address.ai_addr);
+  return ntohl(in->sin_addr.s_addr) >> 24 == IN_LOOPBACKNET;
+}
+
+// Listens at the first address of `name` for which `may_use` holds, and that this host has. Returns
+// -1 with errno: 0 if there is none.
+int listen_at(const std::string& name, int port,
+              const std::function<bool(const addrinfo&)>& may_use) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
+  addrinfo* found = nullptr;
+  const std::string service = std::to_string(port);
+  ::getaddrinfo(name.empty() ? nullptr : name.c_str(), service.c_str(), &hints, &found);
+  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> list(found, &::freeaddrinfo);
+  errno = 0;
+  for (const addrinfo* one = found; one; one = one->ai_next) {
+    if (!may_use(*one)) continue;
+    const int fd = listen_at(*one);
+    if (fd >= 0 || errno == EADDRINUSE) return fd;
+  }
   return -1;
 }
 
@@ -63,17 +68,18 @@ std::string numeric_loopback(const std::string& master_addr) {
 int open_store_listener(const RankInfo& info) {
   const std::string address = numeric_loopback(info.master_addr);
   const int port = info.master_port;
-  in_addr numbers{};
-  int fd = -1;
-  if (::inet_pton(AF_INET, address.c_str(), &numbers) == 1 &&
-      ntohl(numbers.s_addr) >> 24 == IN_LOOPBACKNET) {
-    fd = listen_at(ipv4(numbers, port));
-  } else if (address == "::1") {
-    fd = listen_at(ipv6(in6addr_loopback, port));
-  } else {
-    fd = listen_at(ipv6(in6addr_any, port));
-    if (fd < 0 && errno != EADDRINUSE) fd = listen_at(ipv4({.s_addr = INADDR_ANY}, port));
-  }
+  const bool is_local = info.local_size == info.size;
+  in6_addr number{};
+  const bool is_number = ::inet_pton(AF_INET, address.c_str(), &number) == 1 ||
+                         ::inet_pton(AF_INET6, address.c_str(), &number) == 1;
+  // Other hosts may know another address under a name that is a loopback address here.
+  int fd = listen_at(address, port,
+                     [&](const auto& at) { return is_number || is_local || !is_loopback(at); });
+  // They may reach this one through an address that it does not have itself.
+  if (fd < 0 && errno != EADDRINUSE)
+    fd = listen_at("", port, [](const auto& at) { return at.ai_family == AF_INET6; });
+  if (fd < 0 && errno != EADDRINUSE)
+    fd = listen_at("", port, [](const auto& at) { return at.ai_family == AF_INET; });
   if (fd >= 0) return fd;
   if (errno == EADDRINUSE) {
     C10_THROW_ERROR(

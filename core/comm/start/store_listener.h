@@ -10,8 +10,9 @@ namespace tessera {
 /// that all ranks mean the same address by it.
 std::string numeric_loopback(const std::string& master_addr);
 
-/// Opens the listening socket of the store that rank 0 serves at MASTER_PORT. If MASTER_ADDR is a
-/// loopback address, all ranks are on this host, and no other host can reach it.
+/// Opens the listening socket of the store that rank 0 serves at MASTER_PORT: at the address that
+/// MASTER_ADDR is for this host alone; at all, if this host does not have that address, or if it is
+/// a name that only this host takes for its loopback interface.
 ///
 /// Throws `c10::DistNetworkError` if the port is taken. The caller owns the descriptor.
 int open_store_listener(const RankInfo& info);

@@ -94,9 +94,7 @@ void settle_messages() {
   std::call_once(once, [] {
     c10::initLogging();
     const auto shows = c10::utils::check_env("TORCH_SHOW_CPP_STACKTRACES");
-    if (!shows.value_or(false))
-      c10::SetStackTraceFetcher(
-          []() -> std::string { return "(not shown: set TORCH_SHOW_CPP_STACKTRACES=1)\n"; });
+    if (!shows.value_or(false)) c10::SetStackTraceFetcher([] { return std::string(); });
   });
 }
 
@@ -233,7 +231,8 @@ World init(const WorldOptions& options) {
     return World(std::move(info), c10::make_intrusive<c10d::HashStore>(), single_process_group());
   auto environment_rank = take_environment_rank(info);
   auto store = interruptible(&rendezvous_store, info, settings.deadline);
-  World world = join(std::move(info), std::move(store), settings, /*launched=*/true);
+  World world = join(info, std::move(store), settings, /*launched=*/true);
+  if (info.rank == 0 && !options.accepts_clients) refuse_new_clients(info);
   default_process_groups()->keep(std::move(environment_rank));
   return world;
 }

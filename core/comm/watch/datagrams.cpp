@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <ifaddrs.h>
 #include <linux/errqueue.h>
+#include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <poll.h>
@@ -59,14 +60,37 @@ std::string key_of(const sockaddr_storage& storage) {
          std::string(reinterpret_cast<const char*>(&in6.sin6_addr), sizeof(in6.sin6_addr));
 }
 
+bool is_loopback(const std::string& address) {
+  return address.starts_with("127.") || address == "::1";
+}
+
+// Returns the address of an interface; with an empty name, of any that leads to other hosts.
 std::string address_of_interface(const std::string& name) {
   ifaddrs* all = nullptr;
   if (::getifaddrs(&all) != 0) return "";
   const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> owner(all, &::freeifaddrs);
   for (const ifaddrs* one = all; one; one = one->ifa_next) {
-    if (name != one->ifa_name || !one->ifa_addr) continue;
+    const bool is_it =
+        name.empty() ? (one->ifa_flags & (IFF_UP | IFF_LOOPBACK)) == IFF_UP : name == one->ifa_name;
+    if (!is_it || !one->ifa_addr) continue;
     if (one->ifa_addr->sa_family == AF_INET) return numeric(one->ifa_addr, sizeof(sockaddr_in));
     if (one->ifa_addr->sa_family == AF_INET6) return numeric(one->ifa_addr, sizeof(sockaddr_in6));
+  }
+  return "";
+}
+
+// Returns the address from which the kernel would send to `name`; empty if it can't.
+std::string source_towards(const std::string& name) {
+  const AddressList to = look_up(name, "9", 0);
+  for (const addrinfo* one = to.get(); one; one = one->ai_next) {
+    const int probe = ::socket(one->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (probe < 0) continue;
+    sockaddr_storage own{};
+    socklen_t length = sizeof(own);
+    const bool known = ::connect(probe, one->ai_addr, one->ai_addrlen) == 0 &&
+                       ::getsockname(probe, reinterpret_cast<sockaddr*>(&own), &length) == 0;
+    ::close(probe);
+    if (known) return numeric(reinterpret_cast<const sockaddr*>(&own), length);
   }
   return "";
 }
@@ -192,25 +216,32 @@ void Datagrams::wake() noexcept {
   static_cast<void>(!::write(wake_, &one, sizeof(one)));
 }
 
+std::string loopback_address() {
+  static const std::string address = [] {
+    const int probe = ::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    sockaddr_in own{.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
+    const bool has_ipv4 = ::bind(probe, reinterpret_cast<sockaddr*>(&own), sizeof(own)) == 0;
+    if (probe >= 0) ::close(probe);
+    return has_ipv4 ? "127.0.0.1" : "::1";
+  }();
+  return address;
+}
+
 std::string address_towards(const std::string& master) {
   if (const auto interface = environment("GLOO_SOCKET_IFNAME")) {
     if (const std::string found = address_of_interface(*interface); !found.empty()) return found;
   }
+  if (is_loopback(master)) return master;
   std::array<char, 256> own_name{};
   ::gethostname(own_name.data(), own_name.size() - 1);
-  // The kernel chooses the address from which it would send to `master`.
-  const AddressList to = look_up(master.empty() ? own_name.data() : master, "9", 0);
-  for (const addrinfo* one = to.get(); one; one = one->ai_next) {
-    const int probe = ::socket(one->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    if (probe < 0) continue;
-    sockaddr_storage own{};
-    socklen_t length = sizeof(own);
-    const bool known = ::connect(probe, one->ai_addr, one->ai_addrlen) == 0 &&
-                       ::getsockname(probe, reinterpret_cast<sockaddr*>(&own), &length) == 0;
-    ::close(probe);
-    if (known) return numeric(reinterpret_cast<const sockaddr*>(&own), length);
+  // The last two are nobody's (RFC 5737, RFC 3849); nothing is sent to them.
+  for (const std::string& to : {master.empty() ? own_name.data() : master, std::string("192.0.2.1"),
+                                std::string("2001:db8::1")}) {
+    const std::string found = source_towards(to);
+    if (!found.empty() && !is_loopback(found)) return found;
   }
-  return "127.0.0.1";
+  const std::string found = address_of_interface("");
+  return found.empty() ? loopback_address() : found;
 }
 
 }  // namespace tessera

@@ -60,7 +60,8 @@ void write_flight_file(const std::string& folder, const FlightFile& file) {
             {"host", host.data()},        {"pid", ::getpid()},
             {"reason", file.reason},      {"culprit", file.culprit},
             {"step", file.progress.step}, {"phase", phase_name(file.progress.phase)},
-            {"written_us", now},          {"records", Json::array()}};
+            {"written_us", now},          {"dropped_messages", file.dropped_messages},
+            {"records", Json::array()}};
   for (const auto& [group, entry] : file.records)
     json["records"].push_back(json_of(group, entry, offset));
   // Waits of several threads may fail at once, and SIGUSR1 come meanwhile.

@@ -17,6 +17,7 @@ struct FlightFile {
   std::string reason;  ///< text of an error, or "SIGUSR1"
   int culprit = -1;    ///< the rank that caused it, if known
   Progress::State progress;
+  int64_t dropped_messages = 0;  ///< that came to the watch, and that no rank had sent
   std::vector<std::pair<std::string, FlightEntry>> records;  ///< with the process group's label
 };
 

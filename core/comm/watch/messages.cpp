@@ -121,7 +121,7 @@ Content content_from(const Json& json, int from) {
 }  // namespace
 
 std::string to_text(const Message& message) {
-  Json json{{"token", message.token}, {"from", message.from}};
+  Json json{{"number", message.number}, {"from", message.from}};
   std::visit([&](const auto& content) { write(json, content); }, message.content);
   // Names of units are the user's, and may not be UTF-8.
   return json.dump(-1, ' ', false, Json::error_handler_t::replace);
@@ -131,7 +131,7 @@ std::optional<Message> message_from(const std::string& text) noexcept {
   try {
     const Json json = Json::parse(text);
     const int from = json.at("from");
-    return Message{json.at("token"), from, content_from(json, from)};
+    return Message{json.at("number"), from, content_from(json, from)};
   } catch (...) {  // a stranger's
     return std::nullopt;
   }

@@ -56,7 +56,7 @@ struct Receipt {};
 using Content = std::variant<Question, Answer, Failure, Farewell, Receipt>;
 
 struct Message {
-  std::string token;  ///< of the world; others' messages are ignored
+  int64_t number = 0;  ///< of the sender's earlier messages
   int from = -1;
   Content content;
 };

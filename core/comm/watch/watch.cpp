@@ -10,10 +10,12 @@
 #include <ranges>
 #include <utility>
 
+#include "comm/group/authentication.h"
 #include "comm/group/collective_form.h"
 #include "comm/group/collective_name.h"
 #include "comm/group/interruption.h"
 #include "comm/watch/last_words.h"
+#include "comm/watch/watch_group.h"
 #include "comm/watch/watch_state.h"
 
 namespace tessera {
@@ -36,7 +38,6 @@ constexpr auto kPeriod = std::chrono::milliseconds(250);
 constexpr auto kAskAfter = std::chrono::milliseconds(250);
 // The shortest time between two questions: an answer, too, wakes the threads that would ask again.
 constexpr auto kAskPeriod = std::chrono::milliseconds(100);
-constexpr auto kCauseLimit = std::chrono::seconds(1);
 // From then on a failure of another rank in the same collective is passed on.
 constexpr auto kFailureDelay = std::chrono::milliseconds(500);
 // The waits in a cycle.
@@ -53,94 +54,15 @@ double seconds(std::chrono::steady_clock::duration duration) {
   return std::chrono::duration<double>(duration).count();
 }
 
-WaitCause ended_cause(int rank) {
-  return {rank, fmt::format("rank {}: its process has ended", rank), Evidence::kSeen};
-}
-
 std::string subject_of(const std::string& collective, int64_t number, const std::string& subject) {
   return fmt::format("{} #{} of unit '{}'", collective, number, subject);
 }
 
 }  // namespace
 
-class Watch::Group : public CollectiveWatch {
- public:
-  Group(std::shared_ptr<Watch> watch, std::shared_ptr<GroupState> state)
-      : watch_(std::move(watch)), state_(std::move(state)) {}
-
-  std::shared_ptr<CollectiveWatch> part(const std::string& name, const std::vector<int>& ranks,
-                                        bool is_inner) override {
-    std::vector<int> of_world;
-    for (const int rank : ranks) of_world.push_back(state_->ranks.at(rank));
-    return watch_->group(state_->label + "/" + name, of_world, is_inner || state_->is_inner);
-  }
-
-  Progress& progress() override { return watch_->progress_; }
-
-  std::string place() const override {
-    const auto [phase, step, since] = watch_->progress_.state();
-    return phase == Phase::kUserCode && step == 1 ? "" : "in " + place_text(phase, step);
-  }
-
-  int64_t issued(const CollectiveName& name, const CollectiveForm& form) override {
-    const auto [phase, step, since] = watch_->progress_.state();
-    FlightEntry entry;
-    entry.name = name.collective;
-    entry.subject = name.subject;
-    entry.channel = name.channel;
-    entry.bytes = form.nbytes();
-    entry.number = name.sequence;
-    entry.fingerprint = form.fingerprint();
-    entry.text = form.text();
-    entry.phase = phase;
-    entry.step = step;
-    if (!state_->is_inner) {
-      const std::lock_guard lock(watch_->mutex_);
-      watch_->issuers_.insert(::gettid());
-      watch_->last_issued_ = Clock::now();
-    }
-    const int64_t record = state_->record.add(std::move(entry));
-    state_->issued.at(static_cast<size_t>(name.channel)).store(name.sequence + 1);
-    return record;
-  }
-
-  void completed(int64_t record) override { state_->record.complete(record); }
-
-  std::shared_ptr<void> begin_wait(const CollectiveName& name, Abort abort) override {
-    const auto wait = std::make_shared<Wait>();
-    wait->id = {state_->label, static_cast<int>(name.channel), name.sequence};
-    wait->group = state_;
-    wait->name = name;
-    wait->name.watch = nullptr;
-    wait->since = Clock::now();
-    wait->next_report = wait->since + watch_->options_.report_after;
-    wait->thread = ::gettid();
-    wait->abort = std::move(abort);
-    {
-      const std::lock_guard lock(watch_->mutex_);
-      watch_->waits_.push_back(wait);
-      if (!state_->is_inner) watch_->issuers_.insert(wait->thread);
-    }
-    return {wait.get(), [watch = watch_, wait](void*) {
-              {
-                const std::lock_guard lock(watch->mutex_);
-                std::erase(watch->waits_, wait);
-              }
-              const std::lock_guard calling(wait->calling);  // until a call in progress has ended
-              wait->abort = nullptr;
-            }};
-  }
-
-  void leave(const std::string& why) noexcept override { watch_->leave(why); }
-  bool has_failed() const override { return watch_->has_failed(); }
-  WaitCause cause_of(const CollectiveName& name, int peer, bool timed_out, bool has_ended) override;
-  void failed(const CollectiveName& name, const WaitCause& cause,
-              const std::string& error) override;
-
- private:
-  const std::shared_ptr<Watch> watch_;
-  const std::shared_ptr<GroupState> state_;
-};
+WaitCause Watch::ended_cause(int rank) {
+  return {rank, fmt::format("rank {}: its process has ended", rank), Evidence::kSeen};
+}
 
 std::string Watch::endpoint_of(const Datagrams* socket) {
   std::random_device random;
@@ -156,19 +78,20 @@ std::shared_ptr<Watch> Watch::start(std::unique_ptr<Datagrams> socket, int rank,
   socket->set_endpoints(endpoints);
   // All ranks use rank 0's.
   const std::string token = endpoints[0].substr(endpoints[0].rfind(' ') + 1);
-  const std::shared_ptr<Watch> watch(
-      new Watch(rank, static_cast<int>(endpoints.size()), token, options, std::move(socket)));
+  const std::shared_ptr<Watch> watch(new Watch(rank, static_cast<int>(endpoints.size()),
+                                               hmac_sha256(options.secret, token), options,
+                                               std::move(socket)));
   watch->thread_ = std::thread([raw = watch.get()] { raw->run(); });
   if (!options.flight_folder.empty()) count_flight_requests();
   LastWords::of_process().add(watch);
   return watch;
 }
 
-Watch::Watch(int rank, int size, std::string token, Options options,
+Watch::Watch(int rank, int size, std::string key, Options options,
              std::unique_ptr<Datagrams> socket)
     : rank_(rank),
       size_(size),
-      token_(std::move(token)),
+      seal_(std::move(key), rank, size),
       options_(std::move(options)),
       socket_(std::move(socket)),
       peers_(size) {}
@@ -220,10 +143,8 @@ bool Watch::attend() {
       peer.has_receipt = true;  // nobody is left who could confirm
     }
   }
-  for (const std::string& text : events.texts) {
-    const auto message = message_from(text);
-    if (message && message->token == token_ && message->from >= 0 && message->from < size_)
-      handle(*message);
+  for (const std::string& bytes : events.texts) {
+    if (const auto message = seal_.message_in(bytes)) handle(*message);
   }
   heard_.notify_all();
   look_at_waits();
@@ -492,61 +413,16 @@ std::optional<WaitCause> Watch::best_cause(const CollectiveId& id) const {
   return best;
 }
 
-WaitCause Watch::Group::cause_of(const CollectiveName& name, int peer, bool timed_out,
-                                 bool has_ended) {
-  Watch& watch = *watch_;
-  const int rank =
-      peer >= 0 && peer < static_cast<int>(state_->ranks.size()) ? state_->ranks[peer] : -1;
-  const CollectiveId id{state_->label, static_cast<int>(name.channel), name.sequence};
-  const auto end = Clock::now() + kCauseLimit;
-  Lock lock(watch.mutex_);
-  std::optional<WaitCause> best;
-  while (!watch.has_left_) {
-    best = watch.best_cause(id);
-    // What the rank itself has said before it ended tells more.
-    if (has_ended && (!best || (best->rank != rank && best->evidence < Evidence::kSeen)))
-      best = ended_cause(rank);
-    if (best && best->evidence >= Evidence::kReported) return *best;
-    if (timed_out) {
-      RankView own = watch.own_view_locked();
-      const auto found = std::ranges::find(watch.waits_, id, &Wait::id);
-      if (best || found == watch.waits_.end()) break;
-      own.wait = watch.view_of_locked(**found);
-      const std::vector<int>& lacking = own.wait->lacking;
-      return {lacking.size() == 1 ? lacking[0] : rank,
-              wait_report(own, watch.views_for(*state_)).substr(10), Evidence::kInferred};
-    }
-    if (Clock::now() >= end) break;
-    watch.ask_all_locked({id});
-    watch.heard_.wait_for(lock, std::chrono::milliseconds(100));
-  }
-  return best.value_or(WaitCause());
-}
-
-void Watch::Group::failed(const CollectiveName& name, const WaitCause& cause,
-                          const std::string& error) {
-  const CollectiveId id{state_->label, static_cast<int>(name.channel), name.sequence};
-  const WaitCause known = cause.why.empty() ? WaitCause{cause.rank, error} : cause;
-  {
-    const std::lock_guard lock(watch_->mutex_);
-    if (watch_->has_left_) return;
-    watch_->failure_ = known;
-  }
-  if (state_->is_inner) return;  // the process group for which it works tells more
-  watch_->send_to_all(Failure{id, known});
-  watch_->write_flight_file(error, cause.rank);
-}
-
 void Watch::send(int to, const Content& content) noexcept {
   try {
-    socket_->send(to, to_text({token_, rank_, content}));
+    socket_->send(to, seal_.bytes_of(content));
   } catch (...) {  // no memory for the text: it counts as lost
   }
 }
 
 void Watch::send_to_all(const Content& content) noexcept {
   try {
-    const std::string text = to_text({token_, rank_, content});
+    const std::string text = seal_.bytes_of(content);
     for (int rank = 0; rank < size_; ++rank) {
       if (rank != rank_) socket_->send(rank, text);
     }
@@ -557,7 +433,7 @@ void Watch::send_to_all(const Content& content) noexcept {
 void Watch::write_flight_file(const std::string& reason, int culprit) noexcept {
   if (options_.flight_folder.empty()) return;
   try {
-    FlightFile file{rank_, size_, reason, culprit, progress_.state(), {}};
+    FlightFile file{rank_, size_, reason, culprit, progress_.state(), seal_.dropped(), {}};
     std::vector<std::shared_ptr<GroupState>> states;
     {
       const std::lock_guard lock(mutex_);
@@ -583,56 +459,70 @@ bool Watch::has_failed() const {
 void Watch::leave(const std::string& why) noexcept {
   if (mark_.is_inherited()) return;
   const bool by_exception = !why.empty() || std::uncaught_exceptions() > 0;
-  Farewell farewell;
-  {
-    Lock lock(mutex_);
-    if (has_left_) {
-      if (!stops_) return;
-      lock.unlock();
-      if (thread_.joinable()) thread_.join();
-      return;
-    }
-    has_left_ = true;
-    const auto [phase, step, since] = progress_.state();
-    farewell.phase = phase;
-    farewell.step = step;
-    if (by_exception && why.empty() && failure_) {
-      farewell.cause = *failure_;
-    } else if (by_exception) {
-      farewell.cause = {rank_,
-                        fmt::format("rank {}: an exception ended it in {}{}", rank_,
-                                    place_text(phase, step), why.empty() ? "" : ": " + why),
-                        Evidence::kReported};
-      if (!failure_) failure_ = farewell.cause;
-    }
-    for (const auto& [label, weak] : groups_) {
-      const auto state = weak.lock();
-      if (!state) continue;
-      auto& counts = farewell.issued[label];
-      std::ranges::transform(state->issued, counts.begin(), [](const auto& n) { return n.load(); });
-    }
-    const auto lacks = [&](int rank) {
-      return rank != rank_ && !peers_[rank].has_receipt && !peers_[rank].farewell;
-    };
-    const auto ranks = std::views::iota(0, size_);
-    // Until all ranks have it, or for a moment: a message may get lost.
-    for (int attempt = 0; attempt < 4; ++attempt) {
-      for (const int rank : ranks) {
-        if (lacks(rank)) send(rank, farewell);
-      }
-      if (heard_.wait_for(lock, std::chrono::milliseconds(50),
-                          [&] { return std::ranges::none_of(ranks, lacks); }))
-        break;
-    }
+  WaitCause cause;
+  bool leaves_now = false;
+  try {
+    leaves_now = take_leave(why, by_exception, cause);
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "[tessera] rank {} could not tell the others that it leaves: {}\n", rank_,
+               error.what());
     stops_ = true;
   }
-  if (by_exception) write_flight_file(farewell.cause.why, farewell.cause.rank);
+  if (leaves_now && by_exception) write_flight_file(cause.why, cause.rank);
   socket_->wake();
   if (thread_.get_id() == std::this_thread::get_id()) {
     thread_.detach();
-  } else if (thread_.joinable()) {
+  } else if (thread_.joinable() && stops_) {
     thread_.join();
   }
+}
+
+Farewell Watch::farewell_locked(const std::string& why, bool by_exception) {
+  const auto [phase, step, since] = progress_.state();
+  Farewell farewell{.phase = phase, .step = step};
+  if (by_exception && why.empty() && failure_) {
+    farewell.cause = *failure_;
+  } else if (by_exception) {
+    farewell.cause = {rank_,
+                      fmt::format("rank {}: an exception ended it in {}{}", rank_,
+                                  place_text(phase, step), why.empty() ? "" : ": " + why),
+                      Evidence::kReported};
+  }
+  for (const auto& [label, weak] : groups_) {
+    const auto state = weak.lock();
+    if (!state) continue;
+    auto& counts = farewell.issued[label];
+    std::ranges::transform(state->issued, counts.begin(), [](const auto& n) { return n.load(); });
+  }
+  return farewell;
+}
+
+// Returns false if this rank has left before, or can't leave.
+bool Watch::take_leave(const std::string& why, bool by_exception, WaitCause& cause) {
+  // An exception that ends the process may have been thrown by this thread while it has the lock.
+  Lock lock(mutex_, std::defer_lock);
+  for (int attempt = 0; attempt < 100 && !lock.try_lock(); ++attempt)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  if (!lock || has_left_) return false;
+  has_left_ = true;
+  const Farewell farewell = farewell_locked(why, by_exception);
+  if (by_exception && !failure_) failure_ = farewell.cause;
+  cause = farewell.cause;
+  const auto lacks = [&](int rank) {
+    return rank != rank_ && !peers_[rank].has_receipt && !peers_[rank].farewell;
+  };
+  const auto ranks = std::views::iota(0, size_);
+  // Until all ranks have it, or for a moment: a message may get lost.
+  for (int attempt = 0; attempt < 4; ++attempt) {
+    for (const int rank : ranks) {
+      if (lacks(rank)) send(rank, farewell);
+    }
+    if (heard_.wait_for(lock, std::chrono::milliseconds(50),
+                        [&] { return std::ranges::none_of(ranks, lacks); }))
+      break;
+  }
+  stops_ = true;
+  return true;
 }
 
 }  // namespace tessera

@@ -2,6 +2,7 @@
 
 #include <tessera/comm/process_group.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <map>
@@ -19,7 +20,7 @@
 #include "comm/group/progress.h"
 #include "comm/watch/datagrams.h"
 #include "comm/watch/flight_file.h"
-#include "comm/watch/messages.h"
+#include "comm/watch/message_seal.h"
 #include "comm/watch/rank_view.h"
 
 namespace tessera {
@@ -32,6 +33,7 @@ class Watch : public std::enable_shared_from_this<Watch> {
     /// A wait is reported after so long, and again each time it has lasted twice as long.
     std::chrono::milliseconds report_after = std::chrono::seconds(10);
     std::string flight_folder;  ///< empty: no file is written
+    std::string secret = {};    ///< of the job; empty: it has none, and the token is the secret
   };
 
   /// Returns the text that the ranks exchange before `start()`: the endpoint of `socket`, and a
@@ -61,12 +63,14 @@ class Watch : public std::enable_shared_from_this<Watch> {
  private:
   using Clock = std::chrono::steady_clock;
   using Lock = std::unique_lock<std::mutex>;
+  // How long the cause of a failed wait is asked for.
+  static constexpr auto kCauseLimit = std::chrono::seconds(1);
   class Group;
   struct GroupState;
   struct Wait;
   struct Peer;
 
-  Watch(int rank, int size, std::string token, Options options, std::unique_ptr<Datagrams> socket);
+  Watch(int rank, int size, std::string key, Options options, std::unique_ptr<Datagrams> socket);
 
   void run();
   bool attend();
@@ -74,6 +78,7 @@ class Watch : public std::enable_shared_from_this<Watch> {
   void answer(int to, const Question& question);
   void look_at_waits();
   void judge(const std::shared_ptr<Wait>& wait, std::vector<std::function<void()>>& actions);
+  static WaitCause ended_cause(int rank);
   static bool has_left_before(const Peer& peer, const CollectiveId& id);
   std::optional<WaitCause> cause_for(const Wait& wait, int rank) const;
   std::optional<WaitCause> told_cause(int peer) const;
@@ -89,14 +94,17 @@ class Watch : public std::enable_shared_from_this<Watch> {
   WaitView view_of_locked(const Wait& wait) const;
   std::vector<int> lacking_locked(const Wait& wait) const;
   void write_flight_file(const std::string& reason, int culprit) noexcept;
+  Farewell farewell_locked(const std::string& why, bool by_exception);
+  bool take_leave(const std::string& why, bool by_exception, WaitCause& cause);
 
   const ProcessMark mark_;
   const int rank_;
   const int size_;
-  const std::string token_;
+  MessageSeal seal_;
   const Options options_;
   const std::unique_ptr<Datagrams> socket_;
   Progress progress_;
+  std::atomic<bool> stops_ = false;
 
   mutable std::mutex mutex_;  // guards the members below
   std::condition_variable heard_;
@@ -108,7 +116,6 @@ class Watch : public std::enable_shared_from_this<Watch> {
   Clock::time_point last_asked_;
   std::optional<WaitCause> failure_;
   bool has_left_ = false;
-  bool stops_ = false;
   std::thread thread_;
 };
 

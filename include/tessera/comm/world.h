@@ -37,6 +37,11 @@ struct WorldOptions {
   /// (`gloo`, `arena` or `auto`) overrides `kAuto`. Ranks agree: if some have `kAuto`, they use the
   /// transport of the others.
   Transport transport = Transport::kAuto;
+
+  /// Whether the store at MASTER_PORT goes on to accept connections once all ranks are there, as
+  /// those of another library of the job that meets there, too (`torch.distributed`; the Python
+  /// package sets it). Otherwise new ones are ignored. c10d's store asks nobody for a password.
+  bool accepts_clients = false;
 };
 
 /// The position of a rank in its job, as given by the launcher.

@@ -5,7 +5,7 @@
 // Each step accumulates two backwards, of which every third step keeps the first under no_sync().
 // Every 100 steps the model is evaluated; every 500 steps a checkpoint is saved in DIRECTORY, which
 // keeps two, and the forward of all ranks throws, after which training goes on. Every REPORT_EVERY
-// steps each rank prints "step S resident KIB descriptors N threads N".
+// steps each rank prints "step S resident KIB descriptors N threads N loss L", L in hexadecimal.
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -33,12 +33,12 @@ int64_t status_number(const std::string& key) {
   throw std::runtime_error("/proc/self/status lacks " + key);
 }
 
-void report(int64_t step) {
+void report(int64_t step, double loss) {
   const std::filesystem::directory_iterator descriptors("/proc/self/fd");
-  std::printf("step %ld resident %ld descriptors %ld threads %ld\n", static_cast<long>(step),
-              static_cast<long>(status_number("VmRSS")),
+  std::printf("step %ld resident %ld descriptors %ld threads %ld loss %a\n",
+              static_cast<long>(step), static_cast<long>(status_number("VmRSS")),
               static_cast<long>(std::distance(begin(descriptors), end(descriptors))),
-              static_cast<long>(status_number("Threads")));
+              static_cast<long>(status_number("Threads")), loss);
   std::fflush(stdout);
 }
 
@@ -59,15 +59,18 @@ void throw_and_catch(tessera::Training& training) {
   training.trap->in_forward = nullptr;
 }
 
-void train_step(tessera::Training& training, int64_t step) {
+// Returns the second loss.
+double train_step(tessera::Training& training, int64_t step) {
   training.optimizer.zero_grad();
   {
     std::optional<tessera::ShardedModule::NoSync> no_sync;
     if (step % 3 == 0) no_sync.emplace(training.sharded.state());
     training.loss().backward();
   }
-  training.loss().backward();
+  const auto loss = training.loss();
+  loss.backward();
   training.optimizer.step();
+  return loss.item<double>();
 }
 
 void train(int64_t steps, int64_t report_every, const std::filesystem::path& directory) {
@@ -77,13 +80,13 @@ void train(int64_t steps, int64_t report_every, const std::filesystem::path& dir
   tessera::Training training;
   tessera::manual_seed(100 + world.rank());
   for (int64_t step = 1; step <= steps; ++step) {
-    train_step(training, step);
+    const double loss = train_step(training, step);
     if (step % kEvaluateEvery == 0) evaluate(training);
     if (step % kThrowEvery == kThrowEvery / 2) throw_and_catch(training);
     if (step % kSaveEvery == 0)
       tessera::save_checkpoint(directory / ("step-" + std::to_string(step)), training.sharded,
                                &training.optimizer, {.keep_last = 2});
-    if (step % report_every == 0) report(step);
+    if (step % report_every == 0) report(step, loss);
   }
 }
 

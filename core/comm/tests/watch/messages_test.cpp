@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "comm/watch/datagrams.h"
+#include "comm/watch/message_seal.h"
 
 namespace tessera::messages_test {
 
@@ -15,9 +16,9 @@ TEST(WatchMessage, CarriesAnAnswer) {
   answer.view.wait = {{"world/0,2", 2, 9}, "barrier #9 of unit ''", 1.5, {0, 3}};
   answer.issued.push_back({{"world", 1, 4}, 5, 0xFFFFFFFFFFFFFFFFull, "all_reduce"});
   answer.issued.push_back({{"world", 0, 4}, 3, std::nullopt, ""});
-  const auto message = message_from(to_text({"token", 3, answer}));
+  const auto message = message_from(to_text({17, 3, answer}));
   ASSERT_TRUE(message);
-  EXPECT_EQ(message->token, "token");
+  EXPECT_EQ(message->number, 17);
   EXPECT_EQ(message->from, 3);
   const auto& got = std::get<Answer>(message->content);
   EXPECT_EQ(got.view.rank, 3);
@@ -36,7 +37,7 @@ TEST(WatchMessage, CarriesAnAnswer) {
 TEST(WatchMessage, CarriesAFarewellThatIsCutToADatagram) {
   Farewell farewell{.cause = {1, std::string(100'000, 'x'), Evidence::kReported}, .step = 4};
   for (int i = 0; i < 1000; ++i) farewell.issued["group " + std::to_string(i)] = {1, 2, 3};
-  const std::string text = to_text({"token", 1, farewell});
+  const std::string text = to_text({0, 1, farewell});
   EXPECT_LT(text.size(), Datagrams::kMaxText);
   const auto message = message_from(text);
   ASSERT_TRUE(message);
@@ -45,11 +46,25 @@ TEST(WatchMessage, CarriesAFarewellThatIsCutToADatagram) {
 
 TEST(WatchMessage, IsNotAStrangersText) {
   for (const char* const text :
-       {"", "GET / HTTP/1.1", "{}", "[1, 2]", R"({"from": "x", "token": 1, "kind": "ask"})",
-        R"({"from": 1, "token": "t", "kind": "answer"})",
-        R"({"from": 1, "token": "t", "kind": "ask", "ids": [[1]]})"}) {
+       {"", "GET / HTTP/1.1", "{}", "[1, 2]", R"({"from": "x", "number": 1, "kind": "ask"})",
+        R"({"from": 1, "number": 1, "kind": "answer"})",
+        R"({"from": 1, "number": 1, "kind": "ask", "ids": [[1]]})"}) {
     EXPECT_FALSE(message_from(text)) << text;
   }
+}
+
+TEST(MessageWindow, TakesEachNumberOnceAlsoIfTheyOvertakeEachOther) {
+  MessageWindow window;
+  EXPECT_FALSE(window.take(-1));
+  for (const int64_t number : {0, 2, 1, 5, 70}) {
+    EXPECT_TRUE(window.take(number)) << number;
+    EXPECT_FALSE(window.take(number)) << number;
+  }
+  EXPECT_TRUE(window.take(7)) << "63 before the newest";
+  EXPECT_FALSE(window.take(6)) << "it may have come before";
+  EXPECT_FALSE(window.take(5));
+  EXPECT_TRUE(window.take(int64_t{1} << 62));
+  EXPECT_FALSE(window.take(71));
 }
 
 TEST(Datagrams, BringTextsAndSayThatNobodyIsThere) {

@@ -13,6 +13,7 @@
 #include <future>
 #include <nlohmann/json.hpp>
 
+#include "comm/group/authentication.h"
 #include "comm/group/collective_name.h"
 #include "support/error_of.h"
 #include "support/run_world.h"
@@ -255,28 +256,66 @@ TEST(FlightFile, IsAskedForByASignalWhileWorldsAreLeft) {
   EXPECT_TRUE(std::filesystem::exists(scratch / "rank_0.json"));
 }
 
+// Rank 1 of two, whose messages a test writes.
+class Forger {
+ public:
+  explicit Forger(const std::string& secret) {
+    auto socket = std::make_unique<Datagrams>("127.0.0.1");
+    const std::string own = Watch::endpoint_of(socket.get());
+    key_ = hmac_sha256(secret, own.substr(own.rfind(' ') + 1));
+    const std::vector<std::string> endpoints{own, socket_.endpoint() + " token"};
+    socket_.set_endpoints(endpoints);
+    watch_ = Watch::start(std::move(socket), 0, endpoints, {.secret = secret});
+    wait_ = watch_->group("world", {0, 1})
+                ->begin_wait({.collective = "barrier", .channel = Channel::kControl},
+                             [this](const WaitCause& cause) { aborted_.set_value(cause.why); });
+  }
+
+  static std::string farewell(int64_t number, const std::string& why) {
+    return to_text(
+        {number, 1,
+         Farewell{.cause = {1, why, Evidence::kReported}, .issued = {{"world", {0, 0, 0}}}}});
+  }
+
+  const std::string& key() const { return key_; }
+  void send(const std::string& key, const std::string& text) {
+    socket_.send(0, authenticated(key, "", text));
+  }
+  // What ended the wait; empty: nothing within this time.
+  std::string heard_within(std::chrono::seconds time) {
+    return why_.wait_for(time) == std::future_status::ready ? why_.get() : "";
+  }
+
+ private:
+  Datagrams socket_{"127.0.0.1"};
+  std::string key_;
+  std::shared_ptr<Watch> watch_;
+  std::promise<std::string> aborted_;
+  std::future<std::string> why_ = aborted_.get_future();
+  std::shared_ptr<void> wait_;
+};
+
 TEST(WatchOfAForger, IgnoresAFarewellThatCountsNotAllChannels) {
-  auto socket = std::make_unique<Datagrams>("127.0.0.1");
-  Datagrams forger("127.0.0.1");
-  const std::string own = Watch::endpoint_of(socket.get());
-  const std::string token = own.substr(own.rfind(' ') + 1);
-  const std::vector<std::string> endpoints{own, forger.endpoint() + " token"};
-  forger.set_endpoints(endpoints);
-  const auto watch = Watch::start(std::move(socket), 0, endpoints, {});
-  std::promise<std::string> aborted;
-  const auto wait = watch->group("world", {0, 1})
-                        ->begin_wait({.collective = "barrier", .channel = Channel::kControl},
-                                     [&](const WaitCause& cause) { aborted.set_value(cause.why); });
-  std::string text = to_text({token, 1, Farewell{.issued = {{"world", {9, 9, 9}}}}});
+  Forger forger("");
+  std::string text = to_text({0, 1, Farewell{.issued = {{"world", {9, 9, 9}}}}});
   text.replace(text.find("[9,9,9]"), 7, "[0]");
-  forger.send(0, text);
-  auto why = aborted.get_future();
-  EXPECT_EQ(why.wait_for(1s), std::future_status::timeout);
-  forger.send(0, to_text({token, 1,
-                          Farewell{.cause = {1, "bad", Evidence::kReported},
-                                   .issued = {{"world", {0, 0, 0}}}}}));
-  ASSERT_EQ(why.wait_for(10s), std::future_status::ready) << "a true farewell is heard";
-  EXPECT_EQ(why.get(), "bad");
+  forger.send(forger.key(), text);
+  EXPECT_EQ(forger.heard_within(1s), "");
+  forger.send(forger.key(), Forger::farewell(1, "bad"));
+  EXPECT_EQ(forger.heard_within(10s), "bad") << "a true farewell is heard";
+}
+
+TEST(WatchOfAForger, IgnoresWhatNoHolderOfTheSecretWroteAndWhatCameBefore) {
+  Forger forger("secret");
+  forger.send("", Forger::farewell(5, "without a code"));
+  forger.send(hmac_sha256("", "token"), Forger::farewell(5, "with another key"));
+  const std::string question = to_text({5, 1, Question{}});
+  forger.send(forger.key(), question);
+  forger.send(forger.key(), Forger::farewell(5, "with a number that has come"));
+  forger.send(forger.key(), to_text({6, 0, Farewell{.cause = {1, "in the watch's own name"}}}));
+  EXPECT_EQ(forger.heard_within(1s), "");
+  forger.send(forger.key(), Forger::farewell(6, "true"));
+  EXPECT_EQ(forger.heard_within(10s), "true");
 }
 
 }  // namespace tessera::watch_test
