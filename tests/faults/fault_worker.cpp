@@ -151,7 +151,8 @@ void train(const Assignment& assignment) {
 }
 
 int report(const char* text) {
-  const char* const rank = std::getenv("RANK");
+  const char* rank = std::getenv("RANK");
+  if (rank == nullptr) rank = std::getenv("OMPI_COMM_WORLD_RANK");
   std::fprintf(stderr, "rank %s: %s\n", rank == nullptr ? "?" : rank, text);
   return 1;
 }

@@ -4,8 +4,9 @@
     launchers.py --worker FAULT_WORKER --cli TESSERA [--trials 20] [--launchers run,mpirun,torchrun] [--faults killed,exits] [--ranks 4]
                  [--transport arena] [--ddp]
 
-A survivor names the culprit if its own last words do, and blame no other rank before. `tessera run` is right if its first line
-after the ranks' lines names the culprit and how it ended, and if its exit status is the culprit's. --ddp: the same job as
+A survivor names the culprit if its own last words do, and blame no other rank before; one is silent if the launcher has ended it
+before it knew. The launcher is right if its first line on the failure names the culprit (torchrun and mpirun name the rank that failed
+first). The exit status is to be the culprit's; torchrun's is always 1. --ddp: the same job as
 torch.distributed's DistributedDataParallel, for its first nine faults.
 """
 
@@ -47,6 +48,11 @@ def ranks_in(text: str) -> set[int]:
     for numbers in re.findall(r"\branks? (\d+(?:(?:, and |, | and | or |-)\d+)*)", text):
         found |= {int(n) for n in re.findall(r"\d+", numbers)}
     return found
+
+
+# What each launcher says first of a failure.
+VERDICTS = {"run": r"^tessera run: rank (\d+) (?:failed first|is the cause)", "mpirun": r"process rank (\d+) |Process name: \[\[\d+,1\],(\d+)\]",
+            "torchrun": r"failed \(exitcode: .*local_rank: (\d+)"}
 
 
 class Trial:
@@ -145,14 +151,18 @@ class Trial:
         return count
 
     def judged(self, at: float, hangs: bool, left: int) -> dict:
-        named, others, worst = set(), set(), 0.0
+        named, others, silent, worst = set(), set(), self.options.ranks - 1, 0.0
         for rank in range(self.options.ranks):
             if rank == self.culprit:
                 continue
             for when, line in self.lines:
                 words = re.search(rf"(?:^|\] |\]:)rank {rank}: (\[.*)", line)
+                report = re.search(r"\[tessera\] (.*); (ranks? [^;]*) waits? for ", line)
+                if report and rank in ranks_in(report[2]):
+                    words = report
                 if not words:
                     continue
+                silent -= 1
                 blamed = [int(r) for r in FAILED.findall(words[1]) if int(r) != rank]
                 if blamed and blamed[0] != self.culprit:
                     others.add(rank)
@@ -162,12 +172,12 @@ class Trial:
                 elif ranks_in(words[1]) - {rank}:
                     others.add(rank)
                 break
-        verdict = [text for _, text in self.lines if text.startswith("tessera run: rank ")]
+        verdicts = [found for _, text in self.lines if (found := re.search(VERDICTS[self.launcher], text))]
+        right = bool(verdicts) and str(self.culprit) in verdicts[0].groups()
         _, _, status = FAULTS[self.fault]
-        right = bool(verdict) and bool(re.match(rf"tessera run: rank {self.culprit} (failed first|is the cause)", verdict[0]))
-        ended = status is None or self.process.returncode == status
-        return {"survivors": self.options.ranks - 1, "named": len(named - others), "others": len(others), "verdict": right, "status": ended,
-                "worst": worst, "bad": int(hangs) + left}
+        ended = status is None or self.launcher == "torchrun" or self.process.returncode == status
+        return {"survivors": self.options.ranks - 1 - silent, "named": len(named - others), "others": len(others), "silent": silent,
+                "verdict": right, "status": ended, "worst": worst, "bad": int(hangs) + left}
 
 
 def main() -> int:
@@ -182,8 +192,8 @@ def main() -> int:
     parser.add_argument("--ddp", action="store_true")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
-    print("| launcher | fault | trials | name the culprit | blame another | launcher's line | exit status | worst s | hung or left |\n"
-          "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |", flush=True)
+    print("| launcher | fault | trials | name the culprit | blame another | silent | launcher's line | exit status | worst s | hung or left |\n"
+          "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |", flush=True)
     faults = options.faults.split(",") if options.faults else OF_DDP if options.ddp else list(FAULTS)
     wrong = 0
     for launcher in options.launchers.split(","):
@@ -198,16 +208,15 @@ def main() -> int:
                     continue
                 good = rows[-1]["named"] == rows[-1]["survivors"] and not rows[-1]["bad"]
                 if launcher == "run":
-                    good &= rows[-1]["verdict"] and rows[-1]["status"]
+                    good &= rows[-1]["verdict"] and rows[-1]["status"] and not rows[-1]["silent"]
                 wrong += not good
                 if options.verbose and not good:
                     print(f"{launcher} {fault} {number}: culprit {trial.culprit}, {rows[-1]}, status {trial.process.returncode}\n  "
                           + "\n  ".join(text for _, text in trial.lines), file=sys.stderr)
             total = sum(r["survivors"] for r in rows) or 1
-            has = launcher == "run" and rows
-            share = lambda key: f"{100 * sum(r[key] for r in rows) / len(rows):.0f} %" if has else "-"  # noqa: E731
-            print(f"| {launcher} | {fault} | {len(rows)} | {100 * sum(r['named'] for r in rows) / total:.0f} % | "
-                  f"{100 * sum(r['others'] for r in rows) / total:.0f} % | {share('verdict')} | {share('status')} | "
+            share = lambda key: f"{100 * sum(r[key] for r in rows) / max(1, len(rows)):.0f} %"  # noqa: E731
+            print(f"| {'DDP, ' if options.ddp else ''}{launcher} | {fault} | {len(rows)} | {100 * sum(r['named'] for r in rows) / total:.0f} % | "
+                  f"{100 * sum(r['others'] for r in rows) / total:.0f} % | {sum(r['silent'] for r in rows)} | {share('verdict')} | {share('status')} | "
                   f"{max([r['worst'] for r in rows] or [0]):.2f} | {sum(r['bad'] for r in rows)} |", flush=True)
     return int(wrong > 0)
 

@@ -240,7 +240,8 @@ const Post* Arena::shown(int rank, const ArenaTicket& ticket) const {
   const auto* const post = reinterpret_cast<const Post*>(data(rank, slot.address));
   if (post->fingerprint != ticket.fingerprint) {
     const std::string theirs(post->what, strnlen(post->what, Post::kMaxText));
-    throw_disagreement(ticket.name, -1, differing_order(ticket.number, ticket.what, rank, theirs));
+    throw_disagreement(ticket.name, rank,
+                       differing_order(ticket.number, ticket.what, rank, theirs));
   }
   return post;
 }

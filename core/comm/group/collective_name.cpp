@@ -56,7 +56,7 @@ void throw_wait_failed(const CollectiveName& name, const Awaited& whom,
 
 void throw_disagreement(const CollectiveName& name, int rank, const std::string& how) {
   const std::string error = fmt::format("{}{}: {}", name.describe(), place_of(name), how);
-  const WaitCause cause{rank, how, Evidence::kSeen};
+  const WaitCause cause{name.watch ? name.watch->world_rank(rank) : rank, how, Evidence::kSeen};
   if (name.watch) name.watch->failed(name, cause, error);
   throw WaitError(error, cause, /*timed_out=*/false);
 }

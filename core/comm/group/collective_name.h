@@ -74,7 +74,7 @@ class WaitError : public c10::DistBackendError {
 [[noreturn]] void throw_wait_aborted(const CollectiveName& name, const WaitCause& cause);
 
 /// Throws `WaitError` for a collective in which ranks disagree. `rank`: the other one, in the
-/// world, -1: unknown; `how`: in what.
+/// process group; `how`: in what.
 [[noreturn]] void throw_disagreement(const CollectiveName& name, int rank, const std::string& how);
 
 /// Returns the error message for position `sequence` of a channel, at which `rank` issued `theirs`

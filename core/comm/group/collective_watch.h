@@ -43,6 +43,8 @@ class CollectiveWatch {
   virtual std::shared_ptr<CollectiveWatch> part(const std::string& name,
                                                 const std::vector<int>& ranks, bool is_inner) = 0;
 
+  /// Returns the number in the world of rank `rank` of the process group.
+  virtual int world_rank(int rank) const = 0;
   virtual Progress& progress() = 0;
   /// Returns this rank's position in its training, as "in backward of step 5"; empty before the
   /// first step.

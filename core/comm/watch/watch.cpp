@@ -127,7 +127,7 @@ void Watch::run() {
                    error.what());
     }
     const int now = flight_requests();
-    if (std::exchange(requests, now) != now) write_flight_file("SIGUSR1", -1);
+    if (std::exchange(requests, now) != now) write_flight_file("SIGUSR1", -1, progress_.state());
   }
 }
 
@@ -430,10 +430,11 @@ void Watch::send_to_all(const Content& content) noexcept {
   }
 }
 
-void Watch::write_flight_file(const std::string& reason, int culprit) noexcept {
+void Watch::write_flight_file(const std::string& reason, int culprit,
+                              const Progress::State& at) noexcept {
   if (options_.flight_folder.empty()) return;
   try {
-    FlightFile file{rank_, size_, reason, culprit, progress_.state(), seal_.dropped(), {}};
+    FlightFile file{rank_, size_, reason, culprit, at, seal_.dropped(), {}};
     std::vector<std::shared_ptr<GroupState>> states;
     {
       const std::lock_guard lock(mutex_);
@@ -468,7 +469,8 @@ void Watch::leave(const std::string& why) noexcept {
                error.what());
     stops_ = true;
   }
-  if (leaves_now && by_exception) write_flight_file(cause.why, cause.rank);
+  if (leaves_now && by_exception)
+    write_flight_file(cause.why, cause.rank, failure_ ? failure_->at : progress_.state());
   socket_->wake();
   if (thread_.get_id() == std::this_thread::get_id()) {
     thread_.detach();
@@ -478,10 +480,11 @@ void Watch::leave(const std::string& why) noexcept {
 }
 
 Farewell Watch::farewell_locked(const std::string& why, bool by_exception) {
-  const auto [phase, step, since] = progress_.state();
+  const bool by_failure = by_exception && why.empty() && failure_;
+  const auto [phase, step, since] = by_failure ? failure_->at : progress_.state();
   Farewell farewell{.phase = phase, .step = step};
-  if (by_exception && why.empty() && failure_) {
-    farewell.cause = *failure_;
+  if (by_failure) {
+    farewell.cause = failure_->cause;
   } else if (by_exception) {
     farewell.cause = {rank_,
                       fmt::format("rank {}: an exception ended it in {}{}", rank_,
@@ -506,7 +509,7 @@ bool Watch::take_leave(const std::string& why, bool by_exception, WaitCause& cau
   if (!lock || has_left_) return false;
   has_left_ = true;
   const Farewell farewell = farewell_locked(why, by_exception);
-  if (by_exception && !failure_) failure_ = farewell.cause;
+  if (by_exception && !failure_) failure_ = {farewell.cause, progress_.state()};
   cause = farewell.cause;
   const auto lacks = [&](int rank) {
     return rank != rank_ && !peers_[rank].has_receipt && !peers_[rank].farewell;

@@ -65,6 +65,12 @@ class Watch : public std::enable_shared_from_this<Watch> {
   using Lock = std::unique_lock<std::mutex>;
   // How long the cause of a failed wait is asked for.
   static constexpr auto kCauseLimit = std::chrono::seconds(1);
+  // Why a collective of this rank failed, and where it was then: an exception that ends it changes
+  // its phase.
+  struct OwnFailure {
+    WaitCause cause;
+    Progress::State at;
+  };
   class Group;
   struct GroupState;
   struct Wait;
@@ -93,7 +99,8 @@ class Watch : public std::enable_shared_from_this<Watch> {
   bool is_blocked_locked() const;
   WaitView view_of_locked(const Wait& wait) const;
   std::vector<int> lacking_locked(const Wait& wait) const;
-  void write_flight_file(const std::string& reason, int culprit) noexcept;
+  void write_flight_file(const std::string& reason, int culprit,
+                         const Progress::State& at) noexcept;
   Farewell farewell_locked(const std::string& why, bool by_exception);
   bool take_leave(const std::string& why, bool by_exception, WaitCause& cause);
 
@@ -114,7 +121,7 @@ class Watch : public std::enable_shared_from_this<Watch> {
   std::vector<Peer> peers_;  // by rank
   Clock::time_point last_issued_;
   Clock::time_point last_asked_;
-  std::optional<WaitCause> failure_;
+  std::optional<OwnFailure> failure_;
   bool has_left_ = false;
   std::thread thread_;
 };

@@ -45,11 +45,11 @@ void Watch::Group::failed(const CollectiveName& name, const WaitCause& cause,
   {
     const std::lock_guard lock(watch_->mutex_);
     if (watch_->has_left_) return;
-    watch_->failure_ = known;
+    watch_->failure_ = {known, watch_->progress_.state()};
   }
   if (state_->is_inner) return;  // the process group for which it works tells more
   watch_->send_to_all(Failure{id, known});
-  watch_->write_flight_file(error, cause.rank);
+  watch_->write_flight_file(error, cause.rank, watch_->progress_.state());
 }
 
 }  // namespace tessera

@@ -28,6 +28,7 @@ class Watch::Group : public CollectiveWatch {
     return watch_->group(state_->label + "/" + name, of_world, is_inner || state_->is_inner);
   }
 
+  int world_rank(int rank) const override { return state_->ranks.at(rank); }
   Progress& progress() override { return watch_->progress_; }
 
   std::string place() const override {
