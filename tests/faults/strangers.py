@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Sends mutations of a job's own messages to all of its ports while it trains, and compares it with the same job left alone.
 
-    strangers.py --worker SOAK_WORKER [--count 1000000] [--steps 3000] [--transport arena|gloo] [--hosts 2] [--ddp]
+    strangers.py --worker SOAK_WORKER [--count 1000000] [--steps 3000] [--transport arena|gloo] [--hosts 2] [--secret TEXT] [--ddp]
 
 The messages are those that a first job exchanges, as the kernel shows them (root alone may read them). Then another user of the
 host, and, with --hosts, a host that has no part in the job, send COUNT mutations to each port. Hosts are network namespaces.
@@ -12,6 +12,7 @@ attacked job ended well, with the same losses.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import re
@@ -154,6 +155,14 @@ class Job:
                 address, port = words[4].rsplit(":", 1)
                 found.add((host, words[0], address.strip("[]"), int(port)))
         return found
+
+    def dropped(self) -> list[int]:
+        """Returns how many messages the ranks of this host have dropped, from the flight records that SIGUSR1 asks for."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGUSR1)
+        self.read(1)
+        return [json.loads(path.read_text()).get("dropped_messages", 0) for path in sorted(Path(self.folder).glob("rank_*.json"))]
 
     def wait(self) -> int:
         """Returns the number of processes that did not end with status 0."""
@@ -320,6 +329,7 @@ def main() -> int:
         job = Job(options, hosts, options.steps)
         job.wait_for_first_report()
         rows = attack_all(options, hosts, job, messages)
+        dropped = [] if options.ddp else job.dropped()
         bad = job.wait()
     finally:
         hosts.close()
@@ -328,7 +338,8 @@ def main() -> int:
     same = [(s, loss) for s, loss, _ in alone.reports()] == [(s, loss) for s, loss, _ in job.reports()]
     descriptors = sorted({d for _, _, d in job.reports()})
     print(f"processes that failed: {bad} of {len(job.processes)} (left alone: {bad_alone}); losses equal: {same} "
-          f"({len(job.reports())} reports); descriptors: {descriptors}")
+          f"({len(job.reports())} reports); descriptors: {descriptors}; "
+          f"messages dropped by the watch of each rank: {dropped}")
     if bad or not same:
         print("\n".join(text[-2000:] for text in job.out))
     return int(bad > 0 or not same)
