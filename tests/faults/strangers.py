@@ -184,9 +184,9 @@ class Job:
 
 def messages_of(options, hosts: Hosts) -> list[bytes]:
     """Returns the payloads that a job exchanges from its start on, its questions to a stopped rank among them."""
-    wire = BRIDGE if hosts.names else "lo"
     tap = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.ntohs(3))
-    tap.bind((wire, 0))
+    if not hosts.names:
+        tap.bind(("lo", 0))  # else all: the ends of the hosts' links are here
     tap.setblocking(False)
     job = Job(options, hosts, 200)
     payloads: set[bytes] = set()
@@ -217,6 +217,8 @@ def messages_of(options, hosts: Hosts) -> list[bytes]:
                 take()
             os.kill(stopped, signal.SIGCONT)
     job.wait()
+    if not payloads:
+        raise RuntimeError("no message of the job was seen")
     return sorted(payloads)
 
 

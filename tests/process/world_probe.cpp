@@ -7,6 +7,9 @@
 //   world_probe --linger FILE     prints "listening ADDRESS:PORT" for each listening socket, waits
 //                                 until FILE exists, and sums once more: "again SUM"
 //   world_probe --twice           calls init() once more, and prints the error; sums once more
+//   world_probe --remake N        joins and leaves N times in all, and prints "world I descriptors
+//   N
+//                                 threads N" in the tenth and in the last
 //   world_probe --child fork|exec the last rank forks a child ("child PID"), which sleeps or starts
 //                                 `sleep`, and sleeps; the others sum once more
 
@@ -21,6 +24,7 @@
 #include <cstdlib>
 #include <exception>
 #include <filesystem>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -82,6 +86,23 @@ void join_twice(const tessera::World& world) {
   std::printf("again %.0f\n", sum_of_ranks(world));
 }
 
+long entries_of(const char* folder) {
+  const std::filesystem::directory_iterator all(folder);
+  return std::distance(begin(all), end(all));
+}
+
+int remake(int count) {
+  for (int i = 1; i <= count; ++i) {
+    const auto world = tessera::init();
+    const double sum = sum_of_ranks(world), expected = world.size() * (world.size() + 1) / 2.0;
+    TORCH_CHECK(sum == expected, "world ", i, " has the sum ", sum, " for ", expected);
+    if (i == 10 || i == count)
+      std::printf("world %d descriptors %ld threads %ld\n", i, entries_of("/proc/self/fd"),
+                  entries_of("/proc/self/task"));
+  }
+  return 0;
+}
+
 // Ends the process of rank 1 by an exception, while the others wait for it.
 void throw_uncaught(const tessera::World& world) {
   if (world.rank() == 1)
@@ -94,12 +115,13 @@ void throw_uncaught(const tessera::World& world) {
 int main(int argc, char** argv) {
   if (const char* const late = std::getenv("WORLD_PROBE_LATE")) ::sleep(std::atoi(late));
   try {
+    const std::string mode = argc > 1 ? argv[1] : "";
+    if (mode == "--remake") return remake(std::atoi(argv[2]));
     const auto world = tessera::init();
     std::printf("rank %d of %d, local rank %d, started by %s, sum %.0f, over %s\n", world.rank(),
                 world.size(), world.local_rank(), world.info().source.c_str(), sum_of_ranks(world),
                 world.process_group()->backend_name().c_str());
     std::fflush(stdout);
-    const std::string mode = argc > 1 ? argv[1] : "";
     if (mode == "--linger") return wait_for_file(world, argv[2]), 0;
     if (mode == "--twice") return join_twice(world), 0;
     if (mode == "--throw") return throw_uncaught(world), 0;

@@ -1,11 +1,18 @@
 // A rank that trains a small model for many steps, with everything that a long run does besides.
 //
 //   soak_worker STEPS REPORT_EVERY DIRECTORY
+//   soak_worker --elastic STEPS DIRECTORY
+//
+// With --elastic, rank R writes its process number to DIRECTORY/rank_R.pid, goes on from the last
+// checkpoint there, and saves one every 50 steps; rank 0 appends "STEP LOSS" to DIRECTORY/losses. A
+// step's data depends on its number alone. Otherwise:
 //
 // Each step accumulates two backwards, of which every third step keeps the first under no_sync().
 // Every 100 steps the model is evaluated; every 500 steps a checkpoint is saved in DIRECTORY, which
 // keeps two, and the forward of all ranks throws, after which training goes on. Every REPORT_EVERY
 // steps each rank prints "step S resident KIB descriptors N threads N loss L", L in hexadecimal.
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -90,12 +97,43 @@ void train(int64_t steps, int64_t report_every, const std::filesystem::path& dir
   }
 }
 
+void train_on(int64_t steps, const std::filesystem::path& directory) {
+  const auto world = tessera::init();
+  std::ofstream(directory / ("rank_" + std::to_string(world.rank()) + ".pid")) << ::getpid();
+  std::ofstream losses;
+  if (world.rank() == 0) losses.open(directory / "losses", std::ios::app);
+  losses << std::hexfloat;
+  tessera::manual_seed(5);
+  tessera::Training training;
+  int64_t done = 0;
+  if (const auto last = tessera::latest_checkpoint(directory))
+    done = static_cast<int64_t>(
+        tessera::load_checkpoint(*last, training.sharded, &training.optimizer).numbers.at("step"));
+  for (int64_t step = done + 1; step <= steps; ++step) {
+    tessera::manual_seed(step * 100 + world.rank());
+    training.optimizer.zero_grad();
+    const auto loss = training.loss();
+    loss.backward();
+    training.optimizer.step();
+    losses << step << ' ' << loss.item<double>() << std::endl;
+    if (step % 50 == 0)
+      tessera::save_checkpoint(directory / ("step-" + std::to_string(step)), training.sharded,
+                               &training.optimizer,
+                               {.numbers = {{"step", static_cast<double>(step)}}, .keep_last = 2});
+  }
+  world.process_group()->barrier({.subject = "end"});
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
   if (count < 4) return 2;
   try {
-    train(std::atoll(arguments[1]), std::atoll(arguments[2]), arguments[3]);
+    if (std::string(arguments[1]) == "--elastic") {
+      train_on(std::atoll(arguments[2]), arguments[3]);
+    } else {
+      train(std::atoll(arguments[1]), std::atoll(arguments[2]), arguments[3]);
+    }
   } catch (const c10::Error& error) {
     std::fprintf(stderr, "soak_worker: %s\n", error.what_without_backtrace());
     return 1;
