@@ -12,6 +12,7 @@ attacked job ended well, with the same losses.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import random
@@ -294,12 +295,16 @@ def attack_all(options, hosts: Hosts, job: Job, messages: list[bytes]) -> list[s
                 try:
                     os.nice(5)
                     if hosts.names:
-                        os.setns(os.open(f"/run/netns/{hosts.names[place]}", os.O_RDONLY), os.CLONE_NEWNET if hasattr(os, "CLONE_NEWNET") else 0)
+                        here = os.open(f"/run/netns/{hosts.names[place]}", os.O_RDONLY)
+                        if ctypes.CDLL(None, use_errno=True).setns(here, 0) != 0:
+                            raise OSError(ctypes.get_errno(), "setns")
                     os.setgid(NOBODY)
                     os.setuid(NOBODY)
                     attack(target, messages, options.count, number)
-                finally:
-                    os._exit(0)
+                except BaseException as error:
+                    print(f"an attack failed: {error!r}", flush=True)
+                    os._exit(1)
+                os._exit(0)
             attackers.append(pid)
     while attackers:
         job.read(0.2)

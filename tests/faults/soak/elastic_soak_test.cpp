@@ -24,7 +24,7 @@ namespace tessera::elastic_soak_test {
 using Clock = std::chrono::steady_clock;
 using tools::LinkedHosts;
 
-// Two ranks on each of two hosts, which torchrun starts again after each failure.
+// Two ranks on each of two hosts; torchrun starts them again after each failure.
 class ElasticJob {
  public:
   ElasticJob(const LinkedHosts& hosts, int port, int64_t steps) {
