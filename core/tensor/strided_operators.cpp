@@ -5,8 +5,6 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
-#include "base/dispatch/math_bits.h"
-
 namespace tessera {
 namespace {
 
@@ -49,8 +47,10 @@ void check_own_elements(const c10::FunctionSchema& schema, at::ArrayRef<c10::IVa
 
 at::Tensor laid_out_as(const at::Tensor& tensor, const at::Tensor& part) {
   if (part.strides() == tensor.strides()) return part;
-  return with_marks_of(
-      part, at::empty_strided(tensor.sizes(), tensor.strides(), part.options()).copy_(part));
+  at::Tensor result = at::empty_strided(tensor.sizes(), tensor.strides(), part.options());
+  if (part.is_conj()) result = result._conj();
+  if (part.is_neg()) result = result._neg_view();
+  return result.copy_(part);
 }
 
 void shift_offset(const c10::FunctionSchema& schema, const Stack& arguments, Stack& local) {

@@ -15,14 +15,15 @@ namespace {
 constexpr const char* kFooter = R"(
 Each rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TESSERA_RUN=1,
 TESSERA_RESTART, TESSERA_JOB (a text that all ranks of this start share), TESSERA_SECRET (one that nobody
-else knows, unless it is set), TESSERA_FLIGHT_DIR (the folder for flight records), and OMP_NUM_THREADS unless it is set. Stdin is empty; rank 0 gets that of
-`tessera run` unless it is a terminal or --hosts is given.
+else knows, unless it is set), TESSERA_FLIGHT_DIR (the folder for flight records), and OMP_NUM_THREADS
+unless it is set. Stdin is empty; rank 0 gets that of `tessera run` unless it is a terminal or --hosts is
+given.
 
 When a rank fails, the others get up to five seconds to say so and to end, and then are ended. The cause
 is printed first, then the last words of the others, and the exit status is that of the cause (128 + N if
 signal N killed it; 127 or 126 if the program can't be executed): a rank that a signal killed, else the
-one that the flight records of the others blame, else the rank that failed first. SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and Ctrl-Z are
-passed on to all ranks; a second SIGINT kills them.
+one that the flight records of the others blame, else the rank that failed first. SIGINT, SIGTERM, SIGHUP,
+SIGUSR1, SIGUSR2 and Ctrl-Z are passed on to all ranks; a second SIGINT kills them.
 
 After a failure and after SIGUSR1 the flight records of the ranks are merged: a table of the collectives
 in which the ranks differ, and flight.json, a trace for chrome://tracing, in DIR/flight of --log-dir or in

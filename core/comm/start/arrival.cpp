@@ -204,12 +204,15 @@ std::string Arrival::describe() const {
 std::string to_text(const Arrival& arrival) { return nlohmann::json(arrival).dump(); }
 
 Arrival arrival_from_text(const std::string& text) {
+  std::string why = "its rank or world size is wrong";
   try {
-    return nlohmann::json::parse(text).get<Arrival>();
+    auto arrival = nlohmann::json::parse(text).get<Arrival>();
+    if (arrival.rank >= 0 && arrival.rank < arrival.size) return arrival;
   } catch (const nlohmann::json::exception& error) {
-    TORCH_CHECK_VALUE(false, "[init] the store must hold the facts of a rank; got '", text,
-                      "': ", error.what());
+    why = error.what();
   }
+  TORCH_CHECK_VALUE(false, "[init] the store must hold the facts of a rank; got '", text,
+                    "': ", why);
 }
 
 Attendance::Attendance(Arrival own, std::vector<int> names)

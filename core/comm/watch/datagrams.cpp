@@ -232,6 +232,7 @@ std::string address_towards(const std::string& master) {
     if (const std::string found = address_of_interface(*interface); !found.empty()) return found;
   }
   if (is_loopback(master)) return master;
+  if (master == "localhost") return loopback_address();
   std::array<char, 256> own_name{};
   ::gethostname(own_name.data(), own_name.size() - 1);
   // The last two are nobody's (RFC 5737, RFC 3849); nothing is sent to them.
