@@ -467,20 +467,6 @@ TEST(DistViews, DoNotShowMemoryBetweenElements) {
   });
 }
 
-// Autograd shows the gradient of a view that was written to so: the imaginary part of a conjugate
-// is marked as a negative, and has gaps.
-TEST(DistViews, OfNegativesHaveTheirStridesWhenTheyAreGathered) {
-  run_world(2, [](World&) {
-    const DeviceMesh mesh({2}, {0, 1});
-    const at::Tensor plain = torch::complex(numbers({3, 4, 2}), numbers({3, 4, 2}) + 1);
-    const auto show = [](const at::Tensor& x) {
-      return torch::imag(x.conj()).as_strided({24}, {2}, 1);
-    };
-    for (const Placement& placement : {Placement(Replicate{}), Placement(Shard{2})})
-      expect_equal(show(distribute(plain, mesh, {placement})), show(plain), to_string({placement}));
-  });
-}
-
 TEST(DistTensors, AreDense) {
   TESSERA_ON_HOST_ONLY("the simulated device has no sparse tensors");
   run_world(3, [](World&) {

@@ -331,4 +331,20 @@ TEST(IndexedWrites, OfComplexNumbersByAMask) {
               {{5, 4}, {3, 4}});
 }
 
+// Autograd shows the gradient of a view that was written to so: the imaginary part of a conjugate
+// is marked as a negative, and has gaps.
+TEST(GatheredViews, OfNegativesHaveTheirStrides) {
+  run_world(2, [](World&) {
+    const at::Tensor real = on_test_device(torch::arange(24.0).view({3, 4, 2}));
+    const at::Tensor plain = torch::complex(real, real + 1);
+    const auto show = [](const at::Tensor& x) {
+      return torch::imag(x.conj()).as_strided({24}, {2}, 1);
+    };
+    for (const Placement& placement : {Placement(Replicate{}), Placement(Shard{2})})
+      EXPECT_TRUE(full_tensor(show(distribute(plain, DeviceMesh({2}, {0, 1}), {placement})))
+                      .equal(show(plain)))
+          << to_string({placement});
+  });
+}
+
 }  // namespace tessera::testing::view_operators_test
