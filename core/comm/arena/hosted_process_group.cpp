@@ -19,6 +19,7 @@
 #include "comm/group/collective.h"
 #include "comm/group/collective_name.h"
 #include "comm/group/sent_bytes.h"
+#include "comm/watch/datagrams.h"
 
 namespace tessera {
 
@@ -477,7 +478,7 @@ ProcessGroupPtr hosted_process_group(ProcessGroupPtr whole,
     return gloo_process_group(keys, rank, size, timeout, at);
   };
   const ProcessGroupPtr inside =
-      connect("host_" + std::to_string(host), index, table.ranks_per_host(), "127.0.0.1");
+      connect("host_" + std::to_string(host), index, table.ranks_per_host(), loopback_address());
   const ProcessGroupPtr rail =
       connect("rail_" + std::to_string(index), host, table.hosts(), address);
   // If one host can't share memory, all hosts fail.
