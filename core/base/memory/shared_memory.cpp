@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -25,7 +26,11 @@
 namespace tessera {
 namespace {
 
-// The page after the data holds the id: an opened descriptor may happen to be another file.
+// The page after the data holds this: an opened descriptor may happen to be another file.
+struct Stamp {
+  uint64_t mark = 0x79726f6d656d7374;  // "tsmemory", which memory of other programs has not there
+  uint64_t id = 0;
+};
 constexpr size_t kIdPage = 4096;
 // Lets huge pages, where the kernel has them, begin with the data.
 constexpr size_t kHugePage = size_t{2} << 20;
@@ -82,6 +87,13 @@ int nameless_file(const char* name) {
   const int fd =
       file_system < 0 ? -1 : ::openat(file_system, ".", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
   return fd < 0 ? ::memfd_create(name, MFD_CLOEXEC) : fd;
+}
+
+// Whoever names it can't have made it up: only processes of this user open its nameless files.
+bool is_own_nameless_file(int fd) {
+  struct stat status {};
+  return ::fstat(fd, &status) == 0 && S_ISREG(status.st_mode) && status.st_nlink == 0 &&
+         status.st_uid == ::geteuid();
 }
 
 // The memories that this process made, for its own threads to open.
@@ -167,7 +179,8 @@ std::shared_ptr<SharedMemory> SharedMemory::create(const char* name, size_t nbyt
     throw_errno(fmt::format("could not set the size of shared memory to {} bytes", nbytes));
   memory->data_ = memory->map(PROT_READ | PROT_WRITE);
   memory->handle_ = {.pid = ::getpid(), .fd = memory->fd_, .nbytes = nbytes, .id = random_id()};
-  std::memcpy(memory->data_ + memory->mapped_ - kIdPage, &memory->handle_.id, sizeof(uint64_t));
+  const Stamp stamp{.id = memory->handle_.id};
+  std::memcpy(memory->data_ + memory->mapped_ - kIdPage, &stamp, sizeof(stamp));
   std::lock_guard lock(registry_mutex);
   registry()[memory->handle_.id] = memory;
   return memory;
@@ -185,12 +198,15 @@ std::shared_ptr<SharedMemory> SharedMemory::open(const SharedMemoryHandle& handl
   memory->mapped_ = mapped_size(handle.nbytes);
   memory->handle_ = handle;
   const std::string path = fmt::format("/proc/{}/fd/{}", handle.pid, handle.fd);
-  memory->fd_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  memory->fd_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   if (memory->fd_ < 0)
     throw_errno(fmt::format("could not open the shared memory of process {}", handle.pid));
-  uint64_t id = 0;
+  const Stamp expected{.id = handle.id};
+  Stamp stamp{.mark = 0};
   const auto at = static_cast<off_t>(memory->mapped_ - kIdPage);
-  if (::pread(memory->fd_, &id, sizeof(id), at) != sizeof(id) || id != handle.id) {
+  if (!is_own_nameless_file(memory->fd_) ||
+      ::pread(memory->fd_, &stamp, sizeof(stamp), at) != sizeof(stamp) ||
+      std::memcmp(&stamp, &expected, sizeof(stamp)) != 0) {
     throw std::runtime_error(fmt::format(
         "the process with the number {} is not the one that made the shared memory: the "
         "ranks may be in different containers",

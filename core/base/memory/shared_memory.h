@@ -31,10 +31,10 @@ class SharedMemory {
   /// Throws `std::system_error` if the system refuses.
   static std::shared_ptr<SharedMemory> create(const char* name, size_t nbytes);
 
-  /// Maps the memory that another process made. In the process that made it, returns that very
-  /// object: its threads then see it at one address. The maker must keep its descriptor until this
-  /// returns. Throws `std::system_error`, or `std::runtime_error` if the handle names something
-  /// else.
+  /// Maps the memory that another process of this user made. In the process that made it, returns
+  /// that very object: its threads then see it at one address. The maker must keep its descriptor
+  /// until this returns. Throws `std::system_error`, or `std::runtime_error` if the handle names
+  /// something else, or memory of another user.
   static std::shared_ptr<SharedMemory> open(const SharedMemoryHandle& handle);
 
   ~SharedMemory();

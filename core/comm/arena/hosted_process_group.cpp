@@ -19,7 +19,7 @@
 #include "comm/group/collective.h"
 #include "comm/group/collective_name.h"
 #include "comm/group/sent_bytes.h"
-#include "comm/watch/datagrams.h"
+#include "comm/message/addresses.h"
 
 namespace tessera {
 

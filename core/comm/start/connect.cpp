@@ -24,6 +24,7 @@
 #include "comm/group/environment.h"
 #include "comm/group/interruption.h"
 #include "comm/group/registered_backends.h"
+#include "comm/message/addresses.h"
 #include "comm/start/arrival.h"
 #include "comm/start/authentic_store.h"
 #include "comm/start/host_identity.h"

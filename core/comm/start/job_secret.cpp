@@ -1,20 +1,17 @@
 #include "comm/start/job_secret.h"
 
 #include <c10/util/Exception.h>
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/mman.h>
 #include <sys/random.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
-#include <array>
+#include <cerrno>
 #include <cstring>
-#include <filesystem>
+#include <exception>
 #include <memory>
 #include <string>
 #include <utility>
 
+#include "base/memory/shared_memory.h"
 #include "comm/group/environment.h"
 #include "comm/start/authentic_store.h"
 #include "comm/start/store_key.h"
@@ -25,43 +22,19 @@ namespace {
 const char* const kKey = "secret";
 const char* const kGiven = "given";
 const char* const kNone = "none";
-const char* const kMemory = "tessera secret";
+constexpr size_t kBytes = 32;
 
-using Secret = std::array<char, 32>;
+// Returns memory with a new secret. Other processes of this user, and nobody else but root, can
+// open it.
+std::shared_ptr<SharedMemory> new_secret() {
+  auto memory = SharedMemory::create("tessera secret", kBytes);
+  const bool is_made = ::getrandom(memory->data(), kBytes, 0) == ssize_t{kBytes};
+  TORCH_CHECK(is_made, "[init] rank 0 could not make a secret for its job: ", std::strerror(errno));
+  return memory;
+}
 
-// Memory of rank 0 with a secret. Other processes of its user, and nobody else but root, can open
-// it through /proc.
-struct SecretMemory {
-  Secret secret{};
-  int fd = ::memfd_create(kMemory, MFD_CLOEXEC);
-
-  SecretMemory() {
-    const bool is_made =
-        ::getrandom(secret.data(), secret.size(), 0) == static_cast<ssize_t>(secret.size()) &&
-        ::pwrite(fd, secret.data(), secret.size(), 0) == static_cast<ssize_t>(secret.size());
-    TORCH_CHECK(is_made,
-                "[init] rank 0 could not make a secret for its job: ", std::strerror(errno));
-  }
-  ~SecretMemory() { ::close(fd); }
-  SecretMemory(const SecretMemory&) = delete;
-  SecretMemory& operator=(const SecretMemory&) = delete;
-
-  std::string path() const { return fmt::format("/proc/{}/fd/{}", ::getpid(), fd); }
-};
-
-// Returns the secret in the memory at `path`; empty if that is none, or not this user's.
-std::string secret_at(const std::string& path) {
-  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (fd < 0) return "";
-  struct stat status {};
-  std::error_code error;
-  const auto target = std::filesystem::read_symlink(fmt::format("/proc/self/fd/{}", fd), error);
-  Secret secret{};
-  const bool is_own = ::fstat(fd, &status) == 0 && status.st_uid == ::geteuid() &&
-                      target.string().starts_with(fmt::format("/memfd:{}", kMemory)) &&
-                      ::pread(fd, secret.data(), secret.size(), 0) == std::ssize(secret);
-  ::close(fd);
-  return is_own ? std::string(secret.begin(), secret.end()) : "";
+std::string secret_in(const SharedMemory& memory) {
+  return {reinterpret_cast<const char*>(memory.data()), kBytes};
 }
 
 [[noreturn]] void refuse(const RankInfo& info, const std::string& why) {
@@ -78,11 +51,11 @@ c10::intrusive_ptr<c10d::Store> with_secret(c10::intrusive_ptr<c10d::Store> stor
                                             const RankInfo& info, const Deadline& deadline) {
   std::string secret = environment("TESSERA_SECRET").value_or("");
   const bool is_given = !secret.empty(), is_local = info.local_size == info.size;
-  std::shared_ptr<const SecretMemory> made;
+  std::shared_ptr<SharedMemory> made;
   if (info.rank == 0) {
-    if (!is_given && is_local) made = std::make_shared<const SecretMemory>();
-    if (made) secret.assign(made->secret.begin(), made->secret.end());
-    store->set(kKey, is_given ? kGiven : made ? made->path() : kNone);
+    if (!is_given && is_local) made = new_secret();
+    if (made) secret = secret_in(*made);
+    store->set(kKey, is_given ? kGiven : made ? made->handle().to_text() : kNone);
   } else {
     TORCH_CHECK_WITH(DistNetworkError, wait_for_key(*store, kKey, deadline, info.size),
                      "rank 0 has not said how the job's secret is passed on");
@@ -94,8 +67,13 @@ c10::intrusive_ptr<c10d::Store> with_secret(c10::intrusive_ptr<c10d::Store> stor
     if (way == kNone && is_local && info.source != "environment")
       refuse(info, "rank 0 has none, though all ranks are on this host");
     if (!is_given && way != kNone) {
-      secret = secret_at(way);
-      if (secret.empty()) refuse(info, "this rank could not read rank 0's at '" + way + "'");
+      try {
+        const auto handle = SharedMemoryHandle::from_text(way);
+        if (handle.nbytes == kBytes) secret = secret_in(*SharedMemory::open(handle));
+      } catch (const std::exception& error) {
+        refuse(info, std::string("this rank could not read rank 0's: ") + error.what());
+      }
+      if (secret.empty()) refuse(info, "this rank could not read rank 0's");
     }
   }
   if (secret.empty()) return store;

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "comm/group/environment.h"
+#include "comm/message/addresses.h"
 #include "comm/start/slurm.h"
 
 namespace tessera {
@@ -76,7 +77,7 @@ std::optional<RankInfo> from_rank_variables() {
                 : environment("TORCHELASTIC_RUN_ID") ? "torchrun"
                                                      : "environment";
   const auto address = environment("MASTER_ADDR");
-  const bool one_host = address == "127.0.0.1" || address == "localhost" || address == "::1";
+  const bool one_host = address && is_loopback(numeric_loopback(*address));
   info.local_size = environment_number("LOCAL_WORLD_SIZE").value_or(one_host ? info.size : 1);
   info.local_rank = environment_number("LOCAL_RANK").value_or(one_host ? info.rank : 0);
   if (!environment("LOCAL_WORLD_SIZE") && info.local_rank >= info.local_size) {

@@ -16,6 +16,7 @@
 
 #include "comm/group/collective_name.h"
 #include "comm/group/environment.h"
+#include "comm/message/addresses.h"
 #include "comm/message/broken_pipe.h"
 #include "comm/message/rank_sockets.h"
 #include "comm/start/job_secret.h"

@@ -3,7 +3,6 @@
 #include <arpa/inet.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
-#include <netdb.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -11,7 +10,9 @@
 #include <cerrno>
 #include <cstring>
 #include <functional>
-#include <memory>
+#include <string>
+
+#include "comm/message/addresses.h"
 
 namespace tessera {
 namespace {
@@ -32,26 +33,13 @@ int listen_at(const addrinfo& address) {
   return -1;
 }
 
-bool is_loopback(const addrinfo& address) {
-  if (address.ai_family == AF_INET6)
-    return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(address.ai_addr)->sin6_addr);
-  const auto* const in = reinterpret_cast<const sockaddr_in*>(address.ai_addr);
-  return ntohl(in->sin_addr.s_addr) >> 24 == IN_LOOPBACKNET;
-}
-
 // Listens at the first address of `name` for which `may_use` holds, and that this host has. Returns
 // -1 with errno: 0 if there is none.
 int listen_at(const std::string& name, int port,
               const std::function<bool(const addrinfo&)>& may_use) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
-  addrinfo* found = nullptr;
-  const std::string service = std::to_string(port);
-  ::getaddrinfo(name.empty() ? nullptr : name.c_str(), service.c_str(), &hints, &found);
-  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> list(found, &::freeaddrinfo);
+  const AddressList found = look_up(name, std::to_string(port), SOCK_STREAM, AI_NUMERICSERV);
   errno = 0;
-  for (const addrinfo* one = found; one; one = one->ai_next) {
+  for (const addrinfo* one = found.get(); one; one = one->ai_next) {
     if (!may_use(*one)) continue;
     const int fd = listen_at(*one);
     if (fd >= 0 || errno == EADDRINUSE) return fd;
@@ -61,10 +49,6 @@ int listen_at(const std::string& name, int port,
 
 }  // namespace
 
-std::string numeric_loopback(const std::string& master_addr) {
-  return master_addr == "localhost" ? "127.0.0.1" : master_addr;
-}
-
 int open_store_listener(const RankInfo& info) {
   const std::string address = numeric_loopback(info.master_addr);
   const int port = info.master_port;
@@ -73,13 +57,13 @@ int open_store_listener(const RankInfo& info) {
   const bool is_number = ::inet_pton(AF_INET, address.c_str(), &number) == 1 ||
                          ::inet_pton(AF_INET6, address.c_str(), &number) == 1;
   // Other hosts may know another address under a name that is a loopback address here.
-  int fd = listen_at(address, port,
-                     [&](const auto& at) { return is_number || is_local || !is_loopback(at); });
+  int fd = listen_at(address, port, [&](const auto& at) {
+    return is_number || is_local || !is_loopback(numeric_address(at.ai_addr, at.ai_addrlen));
+  });
   // They may reach this one through an address that it does not have itself.
-  if (fd < 0 && errno != EADDRINUSE)
-    fd = listen_at("", port, [](const auto& at) { return at.ai_family == AF_INET6; });
-  if (fd < 0 && errno != EADDRINUSE)
-    fd = listen_at("", port, [](const auto& at) { return at.ai_family == AF_INET; });
+  for (const char* const all : {"::", "0.0.0.0"}) {
+    if (fd < 0 && errno != EADDRINUSE) fd = listen_at(all, port, [](const auto&) { return true; });
+  }
   if (fd >= 0) return fd;
   if (errno == EADDRINUSE) {
     C10_THROW_ERROR(

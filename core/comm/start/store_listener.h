@@ -2,13 +2,7 @@
 
 #include <tessera/comm/world.h>
 
-#include <string>
-
 namespace tessera {
-
-/// Returns `master_addr` as a number if it is a name of the loopback interface ("localhost"), so
-/// that all ranks mean the same address by it.
-std::string numeric_loopback(const std::string& master_addr);
 
 /// Opens the listening socket of the store that rank 0 serves at MASTER_PORT: at the address that
 /// MASTER_ADDR is for this host alone; at all, if this host does not have that address, or if it is

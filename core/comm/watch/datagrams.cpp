@@ -2,10 +2,7 @@
 
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
-#include <ifaddrs.h>
 #include <linux/errqueue.h>
-#include <net/if.h>
-#include <netdb.h>
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -18,32 +15,11 @@
 #include <sstream>
 #include <system_error>
 
-#include "comm/group/environment.h"
+#include "comm/message/addresses.h"
 #include "comm/message/rank_sockets.h"
 
 namespace tessera {
 namespace {
-
-using AddressList = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
-
-AddressList look_up(const std::string& name, const std::string& port, int flags) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_DGRAM;
-  hints.ai_flags = flags;
-  addrinfo* found = nullptr;
-  ::getaddrinfo(name.c_str(), port.c_str(), &hints, &found);
-  return {found, &::freeaddrinfo};
-}
-
-std::string numeric(const sockaddr* address, socklen_t length, std::string* port = nullptr) {
-  std::array<char, NI_MAXHOST> host{};
-  std::array<char, NI_MAXSERV> service{};
-  if (::getnameinfo(address, length, host.data(), host.size(), service.data(), service.size(),
-                    NI_NUMERICHOST | NI_NUMERICSERV) != 0)
-    return "";
-  if (port) *port = service.data();
-  return host.data();
-}
 
 [[noreturn]] void throw_errno(const std::string& action) {
   throw std::system_error(errno, std::generic_category(), action);
@@ -60,45 +36,10 @@ std::string key_of(const sockaddr_storage& storage) {
          std::string(reinterpret_cast<const char*>(&in6.sin6_addr), sizeof(in6.sin6_addr));
 }
 
-bool is_loopback(const std::string& address) {
-  return address.starts_with("127.") || address == "::1";
-}
-
-// Returns the address of an interface; with an empty name, of any that leads to other hosts.
-std::string address_of_interface(const std::string& name) {
-  ifaddrs* all = nullptr;
-  if (::getifaddrs(&all) != 0) return "";
-  const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> owner(all, &::freeifaddrs);
-  for (const ifaddrs* one = all; one; one = one->ifa_next) {
-    const bool is_it =
-        name.empty() ? (one->ifa_flags & (IFF_UP | IFF_LOOPBACK)) == IFF_UP : name == one->ifa_name;
-    if (!is_it || !one->ifa_addr) continue;
-    if (one->ifa_addr->sa_family == AF_INET) return numeric(one->ifa_addr, sizeof(sockaddr_in));
-    if (one->ifa_addr->sa_family == AF_INET6) return numeric(one->ifa_addr, sizeof(sockaddr_in6));
-  }
-  return "";
-}
-
-// Returns the address from which the kernel would send to `name`; empty if it can't.
-std::string source_towards(const std::string& name) {
-  const AddressList to = look_up(name, "9", 0);
-  for (const addrinfo* one = to.get(); one; one = one->ai_next) {
-    const int probe = ::socket(one->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    if (probe < 0) continue;
-    sockaddr_storage own{};
-    socklen_t length = sizeof(own);
-    const bool known = ::connect(probe, one->ai_addr, one->ai_addrlen) == 0 &&
-                       ::getsockname(probe, reinterpret_cast<sockaddr*>(&own), &length) == 0;
-    ::close(probe);
-    if (known) return numeric(reinterpret_cast<const sockaddr*>(&own), length);
-  }
-  return "";
-}
-
 }  // namespace
 
 Datagrams::Address Datagrams::parse(const std::string& address, const std::string& port) {
-  const AddressList found = look_up(address, port, AI_NUMERICHOST | AI_NUMERICSERV);
+  const AddressList found = look_up(address, port, SOCK_DGRAM, AI_NUMERICHOST | AI_NUMERICSERV);
   Address result;
   if (!found) return result;
   std::copy_n(reinterpret_cast<const char*>(found->ai_addr), found->ai_addrlen,
@@ -128,7 +69,7 @@ Datagrams::Datagrams(const std::string& address) {
   ::getsockname(socket_, reinterpret_cast<sockaddr*>(&own.storage), &own.length);
   std::string port;
   const std::string host =
-      numeric(reinterpret_cast<const sockaddr*>(&own.storage), own.length, &port);
+      numeric_address(reinterpret_cast<const sockaddr*>(&own.storage), own.length, &port);
   endpoint_ = host + " " + port;
   keep_from_children({socket_});
   wake_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -214,35 +155,6 @@ void Datagrams::read_errors(Events& events) {
 void Datagrams::wake() noexcept {
   const uint64_t one = 1;
   static_cast<void>(!::write(wake_, &one, sizeof(one)));
-}
-
-std::string loopback_address() {
-  static const std::string address = [] {
-    const int probe = ::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    sockaddr_in own{.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
-    const bool has_ipv4 = ::bind(probe, reinterpret_cast<sockaddr*>(&own), sizeof(own)) == 0;
-    if (probe >= 0) ::close(probe);
-    return has_ipv4 ? "127.0.0.1" : "::1";
-  }();
-  return address;
-}
-
-std::string address_towards(const std::string& master) {
-  if (const auto interface = environment("GLOO_SOCKET_IFNAME")) {
-    if (const std::string found = address_of_interface(*interface); !found.empty()) return found;
-  }
-  if (is_loopback(master)) return master;
-  if (master == "localhost") return loopback_address();
-  std::array<char, 256> own_name{};
-  ::gethostname(own_name.data(), own_name.size() - 1);
-  // The last two are nobody's (RFC 5737, RFC 3849); nothing is sent to them.
-  for (const std::string& to : {master.empty() ? own_name.data() : master, std::string("192.0.2.1"),
-                                std::string("2001:db8::1")}) {
-    const std::string found = source_towards(to);
-    if (!found.empty() && !is_loopback(found)) return found;
-  }
-  const std::string found = address_of_interface("");
-  return found.empty() ? loopback_address() : found;
 }
 
 }  // namespace tessera

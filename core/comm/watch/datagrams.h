@@ -56,14 +56,4 @@ class Datagrams {
   std::map<std::string, int> ranks_;  // by address and port, as bytes
 };
 
-/// Returns 127.0.0.1, or ::1 on a host without IPv4.
-std::string loopback_address();
-
-/// Returns a numeric address of this host, under which `master` (a name or an address, or empty)
-/// and the hosts near it reach it: that of the interface GLOO_SOCKET_IFNAME, else the one from
-/// which this host reaches `master`. If that is a name of this host itself, which Debian gives the
-/// address 127.0.1.1, or is not known: the one towards hosts far away, else that of any interface,
-/// else `loopback_address()`.
-std::string address_towards(const std::string& master);
-
 }  // namespace tessera

@@ -1,12 +1,15 @@
 #include "comm/start/job_secret.h"
 
 #include <c10/util/Exception.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <functional>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "base/memory/shared_memory.h"
 #include "comm/group/authentication.h"
 #include "comm/start/authentic_store.h"
 #include "support/error_of.h"
@@ -85,7 +88,8 @@ TEST_F(JobSecretTest, IsMadeByRankZeroAndReadByProcessesOfTheSameUser) {
   const StorePtr zero = join(0, 2), one = join(1, 2);
   EXPECT_EQ(key_of(zero), key_of(one));
   EXPECT_NE(key_of(zero), "");
-  EXPECT_TRUE(plain_->get_to_str("secret").starts_with("/proc/"));
+  const auto handle = SharedMemoryHandle::from_text(plain_->get_to_str("secret"));
+  EXPECT_EQ(handle.pid, ::getpid()) << "the store says where it is, not it";
   EXPECT_EQ(key_of(join(1, 1, "environment")), key_of(zero)) << "one that does not know its place";
 }
 
@@ -108,9 +112,10 @@ TEST_F(JobSecretTest, OfSeveralHostsIsNoneUnlessItIsGiven) {
 }
 
 TEST_F(JobSecretTest, IsNotTakenFromAPlaceThatAStrangerNames) {
-  for (const char* const path :
-       {"/etc/hostname", "/proc/1/environ", "/proc/self/status", "x", ""}) {
-    plain_->set("secret", std::string(path));
+  const auto made = SharedMemory::create("own", 64);
+  for (const std::string& place : {fmt::format("{} 0 32 0", ::getpid()), std::string("1 0 32 0"),
+                                   made->handle().to_text(), std::string("x"), std::string()}) {
+    plain_->set("secret", place);
     expect_refused([&] { join(1, 2); }, "could not read rank 0's");
   }
 }
