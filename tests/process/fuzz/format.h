@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "process/fuzz/draw.h"
+#include "support/draw.h"
 
 namespace tessera::testing {
 

@@ -6,9 +6,9 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
-#include "process/fuzz/byte_changes.h"
 #include "process/fuzz/format.h"
 #include "process/fuzz/json_changes.h"
+#include "support/byte_changes.h"
 
 namespace tessera::testing {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "process/fuzz/draw.h"
+#include "support/draw.h"
 
 namespace tessera::testing {
 

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "process/fuzz/byte_changes.h"
+#include "support/byte_changes.h"
 #include "support/pickle_program.h"
 
 namespace tessera::testing {

@@ -2,7 +2,7 @@
 
 #include <string>
 
-#include "process/fuzz/draw.h"
+#include "support/draw.h"
 
 namespace tessera::testing {
 

@@ -1,5 +1,5 @@
-#include "process/fuzz/byte_changes.h"
 #include "process/fuzz/format.h"
+#include "support/byte_changes.h"
 
 namespace tessera::testing {
 namespace {

@@ -1,6 +1,6 @@
-#include "process/fuzz/byte_changes.h"
 #include "process/fuzz/format.h"
 #include "process/fuzz/pickle_changes.h"
+#include "support/byte_changes.h"
 #include "support/pickle_program.h"
 
 namespace tessera::testing {

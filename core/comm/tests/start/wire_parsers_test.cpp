@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -13,44 +12,19 @@
 #include "comm/group/authentication.h"
 #include "comm/start/arrival.h"
 #include "comm/watch/message_seal.h"
+#include "support/byte_changes.h"
 
 namespace tessera::wire_parsers_test {
 
-using Random = std::mt19937_64;
-
-// Changes a few bytes of `text`: flips, cuts, doubles, and puts in what parsers stumble over.
-std::string changed(std::string text, Random& random) {
-  static const std::vector<std::string> kPieces = {
-      "-1",   "18446744073709551616", "1e300", "1e999", "null", "[",    "]",           "{\"from\":",
-      "true", std::string(300, '['),  "\"",    "\\u00", "\xff", "\x00", "-2147483649", "0"};
-  for (uint64_t count = 1 + random() % 4; count > 0; --count) {
-    const size_t at = text.empty() ? 0 : random() % text.size();
-    switch (random() % 5) {
-      case 0:
-        if (!text.empty()) text[at] = static_cast<char>(text[at] ^ (1 << random() % 8));
-        break;
-      case 1:
-        text.erase(at, 1 + random() % 8);
-        break;
-      case 2:
-        text.insert(at, text.substr(random() % (text.size() + 1), random() % 40));
-        break;
-      case 3:
-        text.resize(at);
-        break;
-      default:
-        text.insert(at, kPieces[random() % kPieces.size()]);
-    }
-  }
-  return text;
-}
+using testing::Draw;
 
 // Runs `parse` on changes of `texts`; it may throw `c10::Error` or `std::runtime_error`.
 void expect_no_harm(const std::vector<std::string>& texts,
                     const std::function<void(const std::string&)>& parse) {
-  Random random(7);
-  for (int i = 0; i < 20'000; ++i) {
-    const std::string text = changed(texts[random() % texts.size()], random);
+  for (uint64_t number = 0; number < 20'000; ++number) {
+    Draw draw(number);
+    std::string text = draw.pick(texts);
+    testing::change_bytes(text, draw);
     if (std::ranges::find(texts, text) != texts.end()) continue;  // cut and put in again
     try {
       parse(text);

@@ -1,18 +1,20 @@
-#include "process/fuzz/byte_changes.h"
+#pragma once
 
 #include <algorithm>
 #include <cstring>
+#include <string>
+
+#include "support/draw.h"
 
 namespace tessera::testing {
-namespace {
 
-void set_number(std::string& text, size_t place, Draw& draw) {
+inline void set_number(std::string& text, size_t place, Draw& draw) {
   const int64_t number = draw.number();
   const size_t size = std::min(size_t{1} << draw.below(4), text.size() - place);
   std::memcpy(text.data() + place, &number, size);
 }
 
-void change_once(std::string& text, Draw& draw, size_t most) {
+inline void change_once(std::string& text, Draw& draw, size_t most) {
   if (text.empty()) text.push_back('x');
   const size_t place = draw.below(draw.chance(80) ? std::min(most, text.size()) : text.size());
   const size_t count =
@@ -44,9 +46,9 @@ void change_once(std::string& text, Draw& draw, size_t most) {
   }
 }
 
-}  // namespace
-
-void change_bytes(std::string& text, Draw& draw, size_t most) {
+/// Changes a few bytes of `text`, of which the first `most` are chosen more often: flips bits, sets
+/// numbers, cuts, repeats and moves parts.
+inline void change_bytes(std::string& text, Draw& draw, size_t most = SIZE_MAX) {
   for (size_t times = 1 + draw.below(4); times > 0; --times) change_once(text, draw, most);
 }
 

@@ -72,7 +72,15 @@ class Draw {
                                                     "tensor",
                                                     "model.safetensors",
                                                     "index.json",
-                                                    "__metadata__"};
+                                                    "__metadata__",
+                                                    "[",
+                                                    "]",
+                                                    "{\"from\":",
+                                                    "\"",
+                                                    "\\u00",
+                                                    "null",
+                                                    "18446744073709551616",
+                                                    std::string(300, '[')};
     return chance(90) ? pick(kTexts) : std::string(below(70'000), 'x');
   }
 
