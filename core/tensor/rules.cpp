@@ -135,7 +135,9 @@ void add_sums(Strategies& ways, const OpCall& call) {
 
 void add_pending(Strategies& ways, const OpCall& call) {
   add_sums(ways, call);
-  const bool is_complex = c10::isComplexType(call.outputs[0].dtype);  // such numbers have no order
+  const bool is_complex = std::ranges::any_of(call.outputs, [](const TensorInfo& output) {
+    return c10::isComplexType(output.dtype);  // such numbers have no order
+  });
   for (const auto op : {PartialOp::kMax, PartialOp::kMin, PartialOp::kProd, PartialOp::kAny,
                         PartialOp::kAll, PartialOp::kNorm})
     if (!is_complex || op == PartialOp::kProd) ways.push_back(all_pending(call, op));

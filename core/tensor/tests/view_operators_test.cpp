@@ -118,6 +118,12 @@ std::vector<OperatorCase> cases() {
        }},
       {"chunk", {{6, 5}}, [](const Tensors& x) { return x[0].chunk(3, 0)[1]; }},
       {"unbind", {{3, 5}}, [](const Tensors& x) { return x[0].unbind(0)[1]; }},
+      {"parts of no elements, of which there are none",
+       {{0, 3}, {2}},
+       [](const Tensors& x) {
+         const auto parts = x[0].unbind(0).size() + x[0].split_with_sizes({}, 0).size();
+         return x[0].unbind(1)[1].sum() + x[1] * static_cast<double>(1 + parts);
+       }},
       {"cat",
        {{5, 4}, {5, 2}},
        [](const Tensors& x) {
