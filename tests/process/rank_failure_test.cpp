@@ -2,6 +2,12 @@
 
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <utility>
 
 #include "launched.h"
 
@@ -30,6 +36,41 @@ TEST(RankFailure, NamesTheSignalThatKilledARank) {
                                    std::to_string(signal) + " ("))
         << line;
   }
+}
+
+/// A control group with little memory; `path` is empty where none can be made.
+struct SmallGroup {
+  std::filesystem::path path;
+
+  SmallGroup() {
+    for (const auto& [parent, limit] : {std::pair{"/sys/fs/cgroup/memory", "memory.limit_in_bytes"},
+                                        std::pair{"/sys/fs/cgroup", "memory.max"}}) {
+      std::error_code error;
+      const auto made = std::filesystem::path(parent) / ("tessera_" + std::to_string(::getpid()));
+      if (!path.empty() || !std::filesystem::create_directory(made, error)) continue;
+      if (std::ofstream(made / limit) << (64 << 20) << std::flush)
+        path = made;
+      else
+        std::filesystem::remove(made, error);
+    }
+  }
+  ~SmallGroup() {
+    std::error_code error;
+    if (!path.empty()) std::filesystem::remove(path, error);
+  }
+};
+
+TEST(RankFailure, SaysThatTheKernelHadNoMemoryForARank) {
+  const SmallGroup group;
+  if (group.path.empty()) GTEST_SKIP() << "no control group of memory can be made here";
+  const Command in_group = {"sh", "-c", "echo $$ > \"$0\"/cgroup.procs && exec \"$@\"", group.path};
+  const auto end =
+      run_program(with(in_group, {TESSERA_CLI, "run", "-n", "2", "sh", "-c",
+                                  "[ $RANK = 1 ] && exec tail /dev/zero; exec sleep 600"}));
+  EXPECT_EQ(end.status, 128 + SIGKILL);
+  EXPECT_EQ(last_line(end.err),
+            "tessera run: rank 1 failed first: killed by signal 9 (Killed): out of memory, as the "
+            "kernel counts");
 }
 
 TEST(RankFailure, BlamesTheFirstAlthoughOthersFailAfterIt) {
