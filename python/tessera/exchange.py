@@ -3,14 +3,13 @@
     python -m tessera.exchange export CKPT FILE.pt|DIRECTORY [--optimizer KEY] ...
     python -m tessera.exchange import FILE|DIRECTORY CKPT [--optimizer KEY] ...
 
-A file is one of `torch.save`, a directory one of `torch.distributed.checkpoint` (DCP). Needs no ranks. Tensors are read and
-written one by one. See docs/guide/checkpoints.md.
+A file is one of `torch.save`, a directory one of `torch.distributed.checkpoint` (DCP), or of the Trainer of transformers. Needs
+no ranks. Tensors are read and written one by one. See docs/guide/checkpoints.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import mmap
@@ -21,16 +20,16 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._pytree import tree_leaves
 
 from . import _C
+from .foreign_files import LeftOut, open_files, plain_errors, value_at
 
 Rename = Sequence[tuple[str, str] | Mapping[str, str]]
 Progress = Callable[[int, int], None] | None
@@ -55,14 +54,6 @@ _KNOWN = "Adagrad, Adam, AdamW, RMSprop or SGD"
 
 def _rules(rename: Rename) -> list[tuple[str, str, dict[str, str]]]:
     return [("", "", dict(rule)) if isinstance(rule, Mapping) else (*rule, {}) for rule in rename]
-
-
-@contextlib.contextmanager
-def _plain_errors() -> Iterator[None]:
-    try:
-        yield
-    except dcp.CheckpointException as error:  # of DCP: the errors of all ranks
-        raise error.failures[0][0] from None
 
 
 # --- export ------------------------------------------------------------------------------------
@@ -143,7 +134,7 @@ class _Planner(dcp.DefaultSavePlanner):
 
 def _write_dcp(state: dict[str, Any], contents: _Contents, draft: Path) -> None:
     writer = dcp.FileSystemWriter(draft, per_thread_copy_ahead=0)  # each tensor is written before the next is read
-    with _plain_errors():
+    with plain_errors():
         dcp.save(state, storage_writer=writer, planner=_Planner(contents), no_dist=True)
 
 
@@ -205,34 +196,17 @@ def export_checkpoint(path: str | os.PathLike, to: str | os.PathLike, *, format:
 # --- import ------------------------------------------------------------------------------------
 
 
-class _Reader(dcp.FileSystemReader):
-    read_metadata = functools.cache(dcp.FileSystemReader.read_metadata)  # once for many loads
-
-
-def _open(source: Path) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
-    """Returns the state dict in a file or a directory, and a function that reads one of its tensors."""
-    if not source.is_dir():
-        return torch.load(source, map_location="cpu", mmap=True, weights_only=True), lambda value: value
-    reader = _Reader(source)
-    metadata = reader.read_metadata()
-    flat = {name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-            if isinstance(entry, TensorStorageMetadata) else None for name, entry in metadata.state_dict_metadata.items()}
-    names = {id(value): name for name, value in flat.items() if value is not None}
-
-    def load(state: dict[str, Any]) -> dict[str, Any]:
-        with _plain_errors():
-            dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner(False, False), no_dist=True)
-        return state
-
-    flat |= load({name: None for name, value in flat.items() if value is None})
-    return (unflatten_state_dict(flat, metadata.planner_data or {name: (name,) for name in flat}),
-            lambda value: load({names[id(value)]: torch.empty_like(value, device="cpu")})[names[id(value)]])
+def _class_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__name__}"
 
 
 def _tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of nested dicts and lists, by names with dots."""
+    """The tensors of nested dicts and lists, by names with dots. Warns of objects of classes that are not known."""
     if isinstance(value, torch.Tensor):
         yield name, value
+    elif isinstance(value, LeftOut) and not value:
+        warnings.warn(f"[import_checkpoint] '{name}' is left out: its class {_class_name(value)} is not one of PyTorch's",
+                      stacklevel=2)
     elif isinstance(value, (Mapping, list, tuple)):
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _tensors_in(item, f"{name}.{key}" if name else str(key))
@@ -284,20 +258,64 @@ def _unflattened(optimizer: Mapping[str, Any], model: Mapping[str, Any]) -> dict
     return {"state": parts["state"], "param_groups": list(groups.values())}
 
 
-def _names_of(groups: list[dict[str, Any]], given: Sequence[str], model: Mapping[str, Any]) -> dict[Any, str]:
+def _parted(groups: list[dict[str, Any]], states: Mapping[Any, Any], ordered: Sequence[str],
+            model: Mapping[str, torch.Tensor]) -> list[str]:
+    """Returns the names of all groups' parameters, if each group has its own in the order of `ordered`: the only ones whose
+    shapes are those of the states."""
+    def fits(number: Any, name: str) -> bool:
+        values = (value for key, value in states.get(number, {}).items() if isinstance(value, torch.Tensor) and key != "step")
+        return all(value.size() == model[name].size() for value in values)
+
+    unknown = [name for name in ordered if name not in model]
+    if unknown:
+        raise ValueError(f"the model has not {', '.join(repr(name) for name in unknown[:4])} of model_params")
+    numbers = [group["params"] for group in groups]
+    begin, end = tuple(0 for _ in groups), tuple(len(own) for own in numbers)
+    if sum(end) != len(ordered):
+        raise ValueError(f"its optimizer has {sum(end)} parameters; model_params has {len(ordered)} names")
+    # For each name, the places in the groups behind it, with the number of ways to them and the group of the last one.
+    steps: list[dict[tuple[int, ...], tuple[int, int]]] = [{begin: (1, -1)}]
+    for name in ordered:
+        reached: dict[tuple[int, ...], tuple[int, int]] = {}
+        for places, (ways, _) in steps[-1].items():
+            for group, at in enumerate(places):
+                if at < end[group] and fits(numbers[group][at], name):
+                    after = places[:group] + (at + 1,) + places[group + 1:]
+                    reached[after] = min(2, reached.get(after, (0, group))[0] + ways), group
+        if not reached:
+            raise ValueError(f"no group of its optimizer has '{name}', of shape {list(model[name].size())}, next, if each has the "
+                             "order of model_params: give the names in the optimizer's order, as optimizer_params")
+        steps.append(reached)
+        if len(reached) > 4096:  # too many to follow them all
+            break
+    if len(steps) <= len(ordered) or steps[-1][end][0] > 1:
+        raise ValueError("which group of its optimizer has which parameter can't be seen from their shapes: give the names in "
+                         "the optimizer's order, as optimizer_params")
+    names: dict[Any, str] = {}
+    places = end
+    for name, step in zip(reversed(ordered), reversed(steps)):
+        group = step[places][1]
+        places = places[:group] + (places[group] - 1,) + places[group + 1:]
+        names[numbers[group][places[group]]] = name
+    return [names[number] for own in numbers for number in own]
+
+
+def _names_of(groups: list[dict[str, Any]], states: Mapping[Any, Any], given: Sequence[str], ordered: Sequence[str],
+              model: Mapping[str, torch.Tensor]) -> dict[Any, str]:
     """Returns the names of an optimizer's parameters by what it calls them. PyTorch's `state_dict()` numbers them in the order
     in which the optimizer was given them, which need not be the model's; DCP directories have their names."""
     numbers = [number for group in groups for number in group["params"]]
     names = numbers if all(isinstance(number, str) for number in numbers) else [
         name for group in groups for name in group.get("param_names", [])]
-    if names and given:
-        raise ValueError("it has the names of its optimizer's parameters: leave optimizer_params out")
-    names = names or list(given)
+    if names and (given or ordered):
+        raise ValueError("it has the names of its optimizer's parameters: leave optimizer_params and model_params out")
+    names = names or list(given) or (_parted(groups, states, ordered, model) if ordered else [])
     if numbers and not names:
         raise ValueError(
             "its optimizer numbers its parameters, and has no names of them: which number is which parameter can't be seen. "
             "Make the optimizer from named_parameters(), as PyTorch 2.6 and newer accept it, and save again; or pass "
-            "optimizer_params (--optimizer-params), the names in the order in which the optimizer was given the parameters")
+            "model_params (--model-params), the names of model.named_parameters(), if each param group has its own in that "
+            "order, or optimizer_params (--optimizer-params), the names in the order in which the optimizer was given them")
     if len(names) != len(numbers):
         raise ValueError(f"its optimizer has {len(numbers)} parameters and {len(names)} names")
     for name, uses in Counter(names).items():
@@ -308,7 +326,7 @@ def _names_of(groups: list[dict[str, Any]], given: Sequence[str], model: Mapping
 
 def _numbers_in(value: Any) -> list[float]:
     return [float(item) for item in (value if isinstance(value, (tuple, list)) else [value])
-            if isinstance(item, (bool, int, float)) or isinstance(item, torch.Tensor) and item.numel() == 1]
+            if isinstance(item, Number) or isinstance(item, torch.Tensor) and item.numel() == 1]
 
 
 def _class_of(options: Mapping[str, list[float]]) -> str:
@@ -335,12 +353,12 @@ def _stored_options(kind: str, options: Mapping[str, list[float]]) -> dict[str, 
 
 
 def _import_optimizer(optimizer: Mapping[str, Any], model: Mapping[str, torch.Tensor], read: Callable, kind: str,
-                      given: Sequence[str]) -> tuple[dict[str, Any], dict[tuple[str, str], torch.Tensor]]:
+                      given: Sequence[str], ordered: Sequence[str]) -> tuple[dict[str, Any], dict[tuple[str, str], torch.Tensor]]:
     """Returns the record of the optimizer, and its tensors by parameter and state."""
     groups = optimizer["param_groups"]
     if not groups:
         raise ValueError("its optimizer must have param groups")
-    names = _names_of(groups, given, model)
+    names = _names_of(groups, optimizer["state"], given, ordered, model)
     options = [{name: _numbers_in(value) for name, value in group.items() if not name.startswith("param")} for group in groups]
     kind = kind or _class_of(options[0])
     if kind not in _OPTIMIZERS:
@@ -349,6 +367,8 @@ def _import_optimizer(optimizer: Mapping[str, Any], model: Mapping[str, torch.Te
               for own, group in zip(options, groups)]
     counts: dict[str, dict[str, int]] = {}
     states = {}
+    for _ in _tensors_in(optimizer["state"], "optimizer"):
+        pass  # warns
     for number, state, value in ((number, *item) for number, values in optimizer["state"].items() for item in values.items()):
         if number not in names and number not in model:
             raise ValueError(f"its optimizer has state of '{number}', which the model has not")
@@ -369,29 +389,36 @@ def _import_optimizer(optimizer: Mapping[str, Any], model: Mapping[str, torch.Te
     return {"kind": kind, "param_groups": groups, "counts": counts, "steps": steps}, states
 
 
+def _model_in(state: Mapping[str, Any], model_key: str, optimizer_key: str) -> tuple[str, dict[str, torch.Tensor]]:
+    """Returns where the model is, as text, and its tensors."""
+    if model_key or (optimizer_key and "model" in state):
+        where = model_key or "model"
+        values, text = value_at(state, where), f" under the key '{where}'"
+    elif optimizer_key:
+        values, text = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}, " at its top"
+    else:
+        values, text = state, ""
+    return text, dict(_tensors_in(values))
+
+
 def _import(source: Path, path: Path, rename: Rename, transpose: Sequence[str], model_key: str, optimizer_key: str, kind: str,
-            given: Sequence[str], progress: Progress) -> None:
-    if source.is_dir() and not (source / ".metadata").exists() or source.suffix in (".safetensors", ".json"):
-        raise ValueError("it is neither a file of torch.save nor a directory of torch.distributed.checkpoint; "
-                         "`tessera ckpt import` reads safetensors files and Hugging Face's directories")
-    state, read = _open(source)
-    if not isinstance(state, Mapping):
-        raise ValueError("it must hold a dict of tensors")
-    model_key = model_key or ("model" if optimizer_key else "")
-    model = dict(_tensors_in(state.get(model_key) if model_key else state))
+            given: Sequence[str], ordered: Sequence[str], progress: Progress) -> None:
+    state, read = open_files(source)
+    if not isinstance(state, Mapping) or (isinstance(state, LeftOut) and not state):
+        raise ValueError(f"it must hold a dict of tensors, such as a state_dict(); got {_class_name(state)}")
+    where, model = _model_in(state, model_key, optimizer_key)
     if not model:
-        where = f" under the key '{model_key}'" if model_key else ""
-        raise ValueError(f"it has no tensors{where}")
+        raise ValueError(f"it has no tensors{where}; it has the keys {', '.join(map(str, state))}")
     names = _tie_views(model)
     index: dict[str, Any] = {"format": "tessera checkpoint", "format_version": 2, "checksum_block_bytes": 1 << 20, "id": "",
                              "world_size": 1, "numbers": {}}
     states: dict[tuple[str, str], torch.Tensor] = {}
     if optimizer_key:
-        if optimizer_key not in state:
-            raise ValueError(f"it has no '{optimizer_key}'")
-        optimizer = state[optimizer_key]
+        optimizer = value_at(state, optimizer_key)
+        if not isinstance(optimizer, Mapping):
+            raise ValueError(f"it has no '{optimizer_key}'; it has the keys {', '.join(map(str, state))}")
         optimizer = optimizer if "param_groups" in optimizer else _unflattened(optimizer, model)
-        index["optimizer"], states = _import_optimizer(optimizer, model, read, kind, given)
+        index["optimizer"], states = _import_optimizer(optimizer, model, read, kind, given, ordered)
         if source.is_dir():
             _tie_copies(model, read, names, [name for group in index["optimizer"]["param_groups"] for name in group["params"]])
     all_names = {name: same for same in names.values() for name in same}
@@ -406,24 +433,33 @@ def _import(source: Path, path: Path, rename: Rename, transpose: Sequence[str], 
 
 def import_checkpoint(source: str | os.PathLike, path: str | os.PathLike, *, rename: Rename = (), transpose: Sequence[str] = (),
                       model_key: str = "", optimizer_key: str = "", optimizer_class: str = "",
-                      optimizer_params: Sequence[str] = (), progress: Progress = None) -> None:
-    """Makes a checkpoint of a file of `torch.save`, or of a directory of `torch.distributed.checkpoint`, which
-    `load_checkpoint()` then reads into a model with these names. Tensors that share memory in a file stay tied.
+                      optimizer_params: Sequence[str] = (), model_params: Sequence[str] = (),
+                      progress: Progress = None) -> None:
+    """Makes a checkpoint of a file of `torch.save`, of a directory of `torch.distributed.checkpoint`, or of one that the
+    Trainer of transformers wrote, which `load_checkpoint()` then reads into a model with these names. Tensors that share
+    memory in a file stay tied.
 
     `rename`: as for `export_checkpoint()`. `transpose`: regular expressions for whole new names of tensors to transpose.
-    `model_key`: where the model is; empty: `model` beside an optimizer, else all tensors are imported, those of dicts in dicts
-    with dots in their names. `optimizer_key`: where the state dict of an optimizer of `torch.optim` is; empty: none is
-    imported. `optimizer_class`: Adagrad, Adam, AdamW, RMSprop or SGD; empty: told from its options. `optimizer_params`: the
-    names of its parameters, in the order in which the optimizer was given them; only for a file that lacks them.
+    `model_key`: where the model is; empty: beside an optimizer `model` or, without that key, the tensors at the top, else all
+    tensors, those of dicts in dicts with dots in their names. `optimizer_key`: where the state dict of an optimizer of
+    `torch.optim` is; empty: none is imported. Both may have dots: `optimizer_states.0` is the first in a list. A Trainer's
+    directory has `model` and `optimizer`. `optimizer_class`: Adagrad, Adam, AdamW, RMSprop or SGD; empty: told from its
+    options.
 
-    Files are read with `weights_only=True`. PyTorch unpickles a directory's `.metadata`, which can run code: import only
-    directories whose source you trust. Memory: one tensor of a directory; files are mapped.
+    A file without the names of the optimizer's parameters needs one of these: `optimizer_params`, the names in the order in
+    which the optimizer was given them; `model_params`, those of `model.named_parameters()`, if each param group has its own
+    in that order. Which group has which is then told from the shapes of the state, and an error if these allow two answers.
+
+    Pickles run no code: classes that are not PyTorch's are left out, and a warning names what the model or the optimizer had
+    of them. Memory: one tensor of a directory and 2 KB for each of its chunks; files are mapped.
     """
-    if not optimizer_key and (optimizer_class or optimizer_params):
-        raise ValueError("[import_checkpoint] optimizer_class and optimizer_params need optimizer_key")
+    if not optimizer_key and (optimizer_class or optimizer_params or model_params):
+        raise ValueError("[import_checkpoint] optimizer_class, optimizer_params and model_params need optimizer_key")
+    if optimizer_params and model_params:
+        raise ValueError("[import_checkpoint] of optimizer_params and model_params, one may be given")
     try:
         _import(Path(source), Path(path), rename, transpose, model_key, optimizer_key, optimizer_class, optimizer_params,
-                progress)
+                model_params, progress)
     except OSError:
         raise
     except Exception as error:  # of any kind, for a damaged file
@@ -471,13 +507,15 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--format", choices=("torch", "dcp"), default="", help="default: by TO's name")
     export.add_argument("--dtype", type=lambda name: getattr(torch, name, name),
                         help="of floating tensors, such as bfloat16 (default: as stored)")
-    load = verbs.add_parser("import", help="makes a checkpoint of a file of torch.save or a DCP directory")
+    load = verbs.add_parser("import", help="makes a checkpoint of a file of torch.save, a DCP or a Trainer's directory")
     load.add_argument("source", metavar="FROM")
     load.add_argument("path", metavar="CKPT")
     load.add_argument("--transpose", metavar="PATTERN", action="append", default=[], help="whole names of tensors to transpose")
     load.add_argument("--optimizer-class", metavar="CLASS", default="", help=f"{_KNOWN} (default: told from its options)")
     load.add_argument("--optimizer-params", metavar="FILE", default=(), type=_in_json("a JSON list of names", list),
                       help="JSON: a list of the names of its parameters, in its order, for a file without them")
+    load.add_argument("--model-params", metavar="FILE", default=(), type=_in_json("a JSON list of names", list),
+                      help="JSON: a list of the names of model.named_parameters(), of which each group has its own in order")
     for verb in (export, load):
         verb.add_argument("--rename", metavar="PATTERN=REPLACEMENT", action="append", default=[], type=_rule,
                           help="for names; may be repeated")
@@ -497,12 +535,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(_parser().parse_args(arguments))
     verb, quiet = options.pop("verb"), options.pop("quiet")
     options["rename"] = options.pop("rename_file") + options["rename"]
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")
-    try:
-        (export_checkpoint if verb == "export" else import_checkpoint)(**options, progress=None if quiet else _progress(verb))
-    except (NotImplementedError, OSError, RuntimeError, ValueError) as error:
-        print(f"python -m tessera.exchange {verb}: {error}", file=sys.stderr)
-        return 2
+    call: Callable[..., None] = export_checkpoint if verb == "export" else import_checkpoint
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        warnings.showwarning = lambda message, *_: print(f"python -m tessera.exchange {verb}: {message}", file=sys.stderr)
+        try:
+            call(**options, progress=None if quiet else _progress(verb))
+        except (NotImplementedError, OSError, RuntimeError, ValueError) as error:
+            print(f"python -m tessera.exchange {verb}: {error}", file=sys.stderr)
+            return 2
     return 0
 
 
