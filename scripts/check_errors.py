@@ -4,7 +4,7 @@
     check_errors.py [--list] [ROOT]
 
 The tables of the page have messages as code in their first column, with `...` in place of values. Each of them must occur in
-the library, its programs, exchange.py or foreign_files.py. Each message that one of these raises, programs apart, must have a
+the library, its programs, exchange.py or *_files.py. Each message that one of these raises, programs apart, must have a
 part of it in the page. If a message begins with "[area]", that must be in a table of a section in which a line that begins with
 "Areas:" has the area.
 The exit status is 1 if one of this is not so. --list prints the messages, for authors of the page.
@@ -95,7 +95,7 @@ def main():
     parser.add_argument("root", nargs="?", default=pathlib.Path(__file__).parent.parent, type=pathlib.Path)
     arguments = parser.parse_args()
     root = arguments.root.resolve()
-    explained = library(root) + [*root.glob("python/tessera/exchange.py"), *root.glob("python/tessera/foreign_files.py")]
+    explained = library(root) + [*root.glob("python/tessera/exchange.py"), *root.glob("python/tessera/*_files.py")]
     raised = [message[:3] for message in messages(root, explained) if message[3]]
     if arguments.list:
         print("\n".join(f"{path}: {text}" for path, text, _ in raised))

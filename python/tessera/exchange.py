@@ -3,8 +3,8 @@
     python -m tessera.exchange export CKPT FILE.pt|DIRECTORY [--optimizer KEY] ...
     python -m tessera.exchange import FILE|DIRECTORY CKPT [--optimizer KEY] ...
 
-A file is one of `torch.save`, a directory one of `torch.distributed.checkpoint` (DCP), or of the Trainer of transformers. Needs
-no ranks. Tensors are read and written one by one. See docs/guide/checkpoints.md.
+A file is one of `torch.save`, a directory one of `torch.distributed.checkpoint` (DCP), of DeepSpeed or of the Trainer of
+transformers. Needs no ranks. Tensors are read and written one by one. See docs/guide/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _tie_views(model: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
     names: dict[str, list[str]] = {}
     firsts: dict[Any, str] = {}
     for name, value in model.items():
-        view = name if value.is_meta or not value.numel() else (
+        view = id(value) if value.is_meta else name if not value.numel() else (
             value.untyped_storage().data_ptr(), value.storage_offset(), value.dtype, value.size(), value.stride())
         names.setdefault(firsts.setdefault(view, name), []).append(name)
     return names
@@ -435,15 +435,15 @@ def import_checkpoint(source: str | os.PathLike, path: str | os.PathLike, *, ren
                       model_key: str = "", optimizer_key: str = "", optimizer_class: str = "",
                       optimizer_params: Sequence[str] = (), model_params: Sequence[str] = (),
                       progress: Progress = None) -> None:
-    """Makes a checkpoint of a file of `torch.save`, of a directory of `torch.distributed.checkpoint`, or of one that the
-    Trainer of transformers wrote, which `load_checkpoint()` then reads into a model with these names. Tensors that share
+    """Makes a checkpoint of a file of `torch.save`, or of a directory of `torch.distributed.checkpoint`, of DeepSpeed (ZeRO
+    stages 1 to 3, or a universal one) or of the Trainer of transformers, which `load_checkpoint()` then reads into a model with these names. Tensors that share
     memory in a file stay tied.
 
     `rename`: as for `export_checkpoint()`. `transpose`: regular expressions for whole new names of tensors to transpose.
     `model_key`: where the model is; empty: beside an optimizer `model` or, without that key, the tensors at the top, else all
     tensors, those of dicts in dicts with dots in their names. `optimizer_key`: where the state dict of an optimizer of
-    `torch.optim` is; empty: none is imported. Both may have dots: `optimizer_states.0` is the first in a list. A Trainer's
-    directory has `model` and `optimizer`. `optimizer_class`: Adagrad, Adam, AdamW, RMSprop or SGD; empty: told from its
+    `torch.optim` is; empty: none is imported. Both may have dots: `optimizer_states.0` is the first in a list. Directories
+    of the Trainer and of DeepSpeed have `model` and `optimizer`. `optimizer_class`: Adagrad, Adam, AdamW, RMSprop or SGD; empty: told from its
     options.
 
     A file without the names of the optimizer's parameters needs one of these: `optimizer_params`, the names in the order in
@@ -507,7 +507,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--format", choices=("torch", "dcp"), default="", help="default: by TO's name")
     export.add_argument("--dtype", type=lambda name: getattr(torch, name, name),
                         help="of floating tensors, such as bfloat16 (default: as stored)")
-    load = verbs.add_parser("import", help="makes a checkpoint of a file of torch.save, a DCP or a Trainer's directory")
+    load = verbs.add_parser("import", help="makes a checkpoint of a file of torch.save, a directory of DCP, DeepSpeed or a Trainer")
     load.add_argument("source", metavar="FROM")
     load.add_argument("path", metavar="CKPT")
     load.add_argument("--transpose", metavar="PATTERN", action="append", default=[], help="whole names of tensors to transpose")

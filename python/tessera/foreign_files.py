@@ -75,7 +75,8 @@ def _load(file: Any, **options: Any) -> Any:
     return torch.load(file, map_location="cpu", weights_only=False, pickle_module=_Pickle, **options)
 
 
-def _load_file(path: Path) -> Any:
+def load_file(path: Path) -> Any:
+    """Returns what `torch.save` wrote, mapped where that can be."""
     return _load(path, mmap=zipfile.is_zipfile(path))  # PyTorch before 1.6 wrote other files
 
 
@@ -155,10 +156,10 @@ def _open_trainer(source: Path) -> tuple[Any, Read] | None:
         else:
             model, value_of = {}, lambda value: value
             for file in files:
-                model |= _load_file(file)
+                model |= load_file(file)
         state: dict[str, Any] = {"model": model}
         if (source / _OPTIMIZER).exists():
-            state["optimizer"] = _load_file(source / _OPTIMIZER)
+            state["optimizer"] = load_file(source / _OPTIMIZER)
         return state, lambda value: value_of(value) if value.is_meta else value
     return None
 
@@ -167,13 +168,15 @@ def open_files(source: Path) -> tuple[Any, Read]:
     """Returns the state dict in a file or a directory, and a function that reads one of its tensors."""
     if source.is_dir() and (source / ".metadata").exists():
         return _open_dcp(source)
-    found = _open_trainer(source) if source.is_dir() else None
-    if found:
-        return found
+    if source.is_dir():
+        from .deepspeed_files import open_deepspeed
+
+        if found := open_deepspeed(source) or _open_trainer(source):
+            return found
     if source.is_dir() or source.suffix in (".safetensors", ".json"):
-        raise ValueError("it is neither a file of torch.save nor a directory of torch.distributed.checkpoint or of a Trainer; "
+        raise ValueError("it is neither a file of torch.save nor a directory of torch.distributed.checkpoint, DeepSpeed or a Trainer; "
                          "`tessera ckpt import` reads safetensors files and Hugging Face's directories")
-    return _load_file(source), lambda value: value
+    return load_file(source), lambda value: value
 
 
 def _item(state: Any, key: str) -> Any:
