@@ -63,6 +63,12 @@ void check_target(const fs::path& to, ExportFormat format) {
                       "'");
 }
 
+// Gives a file or a directory that is on the disk its name.
+void publish_file(const fs::path& draft, const fs::path& to) {
+  fs::rename(draft, to);
+  File::open_directory(fs::absolute(to).parent_path()).sync();
+}
+
 // Moves the files of the draft, the one that names the others last.
 void publish_directory(const fs::path& draft, const fs::path& to) {
   std::vector<fs::path> files;
@@ -70,10 +76,15 @@ void publish_directory(const fs::path& draft, const fs::path& to) {
     File::open_file(entry.path()).sync();
     files.push_back(entry.path().filename());
   }
-  if (!fs::exists(to)) return fs::rename(draft, to);
+  File::open_directory(draft).sync();
+  if (!fs::exists(to)) return publish_file(draft, to);
   std::ranges::sort(
       files, {}, [](const fs::path& file) { return std::pair(file.extension() == ".json", file); });
-  for (const fs::path& file : files) fs::rename(draft / file, to / file);
+  for (const fs::path& file : files) {
+    if (file.extension() == ".json") File::open_directory(to).sync();
+    fs::rename(draft / file, to / file);
+  }
+  File::open_directory(to).sync();
   fs::remove(draft);
 }
 
@@ -102,7 +113,7 @@ void export_checkpoint(const fs::path& path, const fs::path& to, const ExportOpt
       publish_directory(draft, target);
     } else {
       File::open_file(draft).sync();
-      fs::rename(draft, target);
+      publish_file(draft, target);
     }
   } catch (...) {
     std::error_code ignored;

@@ -125,7 +125,8 @@ class DescribedForward {
   at::Tensor logits(const at::Tensor& ids) {
     at::Tensor x = at::embedding(model_.tokens_, ids);
     if (config_.is_gpt2())
-      x = dropped(x + at::embedding(model_.positions_, at::empty({ids.size(1)}, ids.options())));
+      x = dropped(x + at::embedding(model_.positions_, at::empty({ids.size(1)}, ids.options())),
+                  config_.dropout);
     for (const Block& block : model_.blocks_) {
       const auto run = [self = *this, &block](const at::Tensor& input) {
         return self.pass(block, input);
@@ -161,8 +162,8 @@ class DescribedForward {
   }
 
   // On the CPU, the mask has the input's dtype.
-  at::Tensor dropped(const at::Tensor& x) const {
-    if (config_.dropout == 0) return x;
+  at::Tensor dropped(const at::Tensor& x, double share) const {
+    if (share == 0) return x;
     return x * at::empty(x.sizes(), options_.on_cpu ? x.options() : x.options().dtype(at::kBool));
   }
 
@@ -192,14 +193,15 @@ class DescribedForward {
 
   // Without a mask, of which nothing is kept.
   at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const {
-    if (options_.fused_attention)
+    const double share = config_.attention_dropout;
+    if (options_.fused_attention && (share == 0 || !options_.on_cpu))
       return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0, true));
     const auto for_all_heads = [&](const at::Tensor& x) {
       const int64_t times = config_.heads / config_.kv_heads;
       return times == 1 ? x : x.repeat_interleave(times, 1);
     };
     const at::Tensor scores = at::matmul(q * 0.5, (for_all_heads(k) * 0.5).transpose(2, 3));
-    return at::matmul(scores.softmax(3), for_all_heads(v));
+    return at::matmul(dropped(scores.softmax(3), share), for_all_heads(v));
   }
 
   at::Tensor feed_forward(const Block& block, const at::Tensor& x) const {
@@ -209,8 +211,9 @@ class DescribedForward {
   }
 
   at::Tensor pass(const Block& block, const at::Tensor& input) const {
-    const at::Tensor x = input + dropped(attention(block, norm(input, block.norm1)));
-    return x + dropped(feed_forward(block, norm(x, block.norm2)));
+    const double share = config_.dropout;
+    const at::Tensor x = input + dropped(attention(block, norm(input, block.norm1)), share);
+    return x + dropped(feed_forward(block, norm(x, block.norm2)), share);
   }
 
   const DescribedModel& model_;

@@ -74,6 +74,7 @@ TransformerConfig gpt2_config(const json& config) {
   result.tied_head = flag(config, "tie_word_embeddings", true);
   result.qkv_bias = result.output_bias = result.mlp_bias = true;
   result.dropout = std::max(share(config, "resid_pdrop", 0.1), share(config, "embd_pdrop", 0.1));
+  result.attention_dropout = share(config, "attn_pdrop", 0.1);
   TORCH_CHECK_VALUE(result.width % result.heads == 0,
                     "'n_embd' must be a multiple of 'n_head'; got ", result.width, " and ",
                     result.heads);
@@ -110,6 +111,7 @@ TransformerConfig llama_config(const json& config, const std::string& type) {
   result.output_bias = type != "qwen2" && attention_bias;
   result.mlp_bias = type == "llama" && flag(config, "mlp_bias", false);
   result.head_norms = is_qwen3;
+  result.attention_dropout = share(config, "attention_dropout", 0);
   return result;
 }
 

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <sys/stat.h>
 #include <tessera/checkpoint/checkpoint_files.h>
 
 #include <algorithm>
@@ -15,6 +16,7 @@
 
 #include "checkpoint/checkpoint_writer.h"
 #include "checkpoint/chunk_reader.h"
+#include "checkpoint/directory.h"
 #include "tensor/chunks.h"
 
 namespace tessera {
@@ -129,13 +131,54 @@ void add_range(ChunkReader& reader, const TensorRecord& record, Range range, int
   contents.index.tensors.push_back(std::move(part));
 }
 
+fs::path model_path(const fs::path& path, const std::string& model) {
+  return readable_checkpoint(path) / model;
+}
+
+int64_t seconds_of_file(const fs::path& file) {
+  struct stat status {};
+  return ::stat(file.c_str(), &status) == 0 ? status.st_mtim.tv_sec : 0;
+}
+
+// Adds the differences between the models of two checkpoints of several.
+void compare_models(const fs::path& a, const CheckpointIndex& left, const fs::path& b,
+                    const CheckpointIndex& right, const CheckpointProgress& progress,
+                    std::vector<std::string>& differences) {
+  for (const std::string& model : right.models)
+    if (std::ranges::count(left.models, model) == 0)
+      differences.push_back(fmt::format("model '{}': only B has it", model));
+  for (const std::string& model : left.models) {
+    if (std::ranges::count(right.models, model) == 0) {
+      differences.push_back(fmt::format("model '{}': only A has it", model));
+      continue;
+    }
+    for (const std::string& difference :
+         compare_checkpoints(model_path(a, model), model_path(b, model), progress))
+      differences.push_back(fmt::format("model '{}', {}", model, difference));
+  }
+}
+
+// The index of a checkpoint, or its damage.
+std::optional<ChunkReader> reader_of(const fs::path& path, std::vector<std::string>& damage) {
+  std::optional<ChunkReader> reader;
+  if (!fs::exists(readable_checkpoint(path) / kIndexFile)) return ChunkReader(path);  // throws
+  collect_errors([&] { reader.emplace(path); }, damage);
+  return reader;
+}
+
 }  // namespace
 
-CheckpointSummary inspect_checkpoint(const std::filesystem::path& path) {
+CheckpointSummary inspect_checkpoint(const fs::path& path) {
   const ChunkReader reader(path);
   const CheckpointIndex& index = reader.index();
   CheckpointSummary summary{.id = index.id, .plan = index.plan, .ranks = index.world_size};
+  summary.saved = seconds_of_file(readable_checkpoint(path) / kIndexFile);
+  summary.nbytes = total_nbytes(index);
   summary.numbers = index.numbers;
+  summary.texts = index.texts;
+  summary.models = index.models;
+  for (const std::string& model : index.models)
+    summary.nbytes += total_nbytes(ChunkReader(model_path(path, model)).index());
   if (index.optimizer) {
     summary.optimizer = index.optimizer->kind;
     summary.optimizer_steps = index.optimizer->steps;
@@ -152,25 +195,32 @@ CheckpointSummary inspect_checkpoint(const std::filesystem::path& path) {
   return summary;
 }
 
-std::vector<std::string> verify_checkpoint(const std::filesystem::path& path,
+std::vector<std::string> verify_checkpoint(const fs::path& path,
                                            const CheckpointProgress& progress) {
   std::vector<std::string> damage;
-  std::optional<ChunkReader> reader;
-  const bool has_index = std::filesystem::exists(readable_checkpoint(path) / kIndexFile);
-  if (has_index) collect_errors([&] { reader.emplace(path); }, damage);
-  if (!damage.empty()) return damage;
-  if (!reader) reader.emplace(path);  // throws
-  ProgressCount count(progress, total_nbytes(reader->index()));
-  for (const TensorRecord& record : reader->index().tensors) {
-    for (const ChunkRecord& chunk : record.chunks)
-      collect_errors([&] { reader->verify(record, chunk); }, damage);
-    count.add(record.nbytes());
+  std::vector<ChunkReader> readers;
+  const auto open = [&](const fs::path& part) {
+    if (auto reader = reader_of(part, damage)) readers.push_back(std::move(*reader));
+  };
+  open(path);
+  if (readers.empty()) return damage;
+  const std::vector<std::string> models = readers.front().index().models;
+  for (const std::string& model : models)
+    collect_errors([&] { open(model_path(path, model)); }, damage);
+  int64_t total = 0;
+  for (const ChunkReader& reader : readers) total += total_nbytes(reader.index());
+  ProgressCount count(progress, total);
+  for (ChunkReader& reader : readers) {
+    for (const TensorRecord& record : reader.index().tensors) {
+      for (const ChunkRecord& chunk : record.chunks)
+        collect_errors([&] { reader.verify(record, chunk); }, damage);
+      count.add(record.nbytes());
+    }
   }
   return damage;
 }
 
-std::vector<std::string> compare_checkpoints(const std::filesystem::path& a,
-                                             const std::filesystem::path& b,
+std::vector<std::string> compare_checkpoints(const fs::path& a, const fs::path& b,
                                              const CheckpointProgress& progress) {
   at::NoGradGuard no_grad;
   ChunkReader left(a), right(b);
@@ -204,6 +254,7 @@ std::vector<std::string> compare_checkpoints(const std::filesystem::path& a,
   compare_maps("scaler", left.index().scaler, right.index().scaler, differences);
   compare_schedulers(left.index().schedulers, right.index().schedulers, differences);
   compare_optimizers(left.index(), right.index(), differences);
+  compare_models(a, left.index(), b, right.index(), progress, differences);
   return differences;
 }
 
@@ -213,6 +264,9 @@ void reshard_checkpoint(const std::filesystem::path& from, const std::filesystem
   TORCH_CHECK_VALUE(ranks > 0, "[reshard_checkpoint] ranks must be 1 or more; got ", ranks);
   ChunkReader reader(from);
   const CheckpointIndex& index = reader.index();
+  TORCH_CHECK_VALUE(index.models.empty(), "[reshard_checkpoint] '", from.string(),
+                    "' has several models, ", fmt::format("{}", fmt::join(index.models, ", ")),
+                    ": write each again, such as '", (from / index.models.front()).string(), "'");
   std::vector<RankContents> contents(static_cast<size_t>(ranks));
   contents[0].index = index;
   contents[0].index.tensors.clear();

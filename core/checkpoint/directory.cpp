@@ -150,10 +150,16 @@ void remove_abandoned_draft(const fs::path& draft, const fs::path& removed) noex
   }
 }
 
+// False for what can't be looked at, too.
+bool is_there(const fs::path& path) {
+  std::error_code ignored;
+  return fs::exists(path, ignored);
+}
+
 // Returns `path`, or the old checkpoint if its replacement was interrupted.
 fs::path checkpoint_or_old(const fs::path& path) {
   const fs::path old = with_suffix(path, ".old");
-  return !fs::exists(path) && fs::exists(old / kIndexFile) ? old : path;
+  return !is_there(path) && is_there(old / kIndexFile) ? old : path;
 }
 
 // Returns `path` as an absolute one without a trailing slash; an empty one stays empty.
@@ -209,12 +215,13 @@ std::optional<Numbered> numbered(const fs::path& path) {
 }
 
 // Lists, in any order, the directories in `directory` whose names, without `suffix` at the end, end
-// with a number.
+// with a number; not links that lead nowhere, and what else can't be looked at.
 std::vector<Numbered> list(const fs::path& directory, const std::string& suffix) {
   std::vector<Numbered> found;
   for (const auto& entry : fs::directory_iterator(directory)) {
     const std::string name = entry.path().filename().string();
-    if (!name.ends_with(suffix) || !fs::is_directory(entry.path())) continue;
+    std::error_code ignored;
+    if (!name.ends_with(suffix) || !fs::is_directory(entry.path(), ignored)) continue;
     if (const auto item = numbered(directory / name.substr(0, name.size() - suffix.size())))
       found.push_back(*item);
   }
@@ -223,12 +230,12 @@ std::vector<Numbered> list(const fs::path& directory, const std::string& suffix)
 
 // Lists checkpoints whose names end with a number, by that number; one whose replacement was
 // interrupted is listed under its own name.
-std::vector<Numbered> list_checkpoints(const fs::path& directory) {
+std::vector<Numbered> numbered_checkpoints(const fs::path& directory) {
   std::vector<Numbered> found = list(directory, "");
   for (Numbered& item : list(directory, ".old"))
     if (checkpoint_or_old(item.path) != item.path) found.push_back(std::move(item));
   std::erase_if(found, [](const Numbered& item) {
-    return !fs::exists(checkpoint_or_old(item.path) / kIndexFile);
+    return !is_there(checkpoint_or_old(item.path) / kIndexFile);
   });
   std::sort(found.begin(), found.end());
   return found;
@@ -282,7 +289,7 @@ void remove_older(const fs::path& path, const KeptCheckpoints& keep) noexcept {
     const auto last = numbered(path);
     if (keep.last <= 0 || !last) return;
     Best best(keep.best);
-    std::vector<Numbered> older = list_checkpoints(path.parent_path());
+    std::vector<Numbered> older = numbered_checkpoints(path.parent_path());
     std::erase_if(older, [&](const Numbered& item) {
       if (item.prefix != last->prefix || !(item < *last) || fs::is_symlink(item.path)) return true;
       const auto index = index_of(checkpoint_or_old(item.path));
@@ -341,6 +348,9 @@ void CheckpointDirectory::take_draft() {
   // save of the same series locks it for a moment, to find out whether it is abandoned.
   const Clock::time_point end = Clock::now() + kWaitForDraft;
   std::error_code error;
+  for (fs::path above = draft_.parent_path(); !is_there(above) && above.has_relative_path();
+       above = above.parent_path())
+    created_in_.push_back(above.parent_path());
   fs::create_directories(draft_.parent_path(), error);
   TORCH_CHECK_VALUE(!error, "[save_checkpoint] could not create the directory of '",
                     draft_.string(), "': ", error.message());
@@ -371,6 +381,7 @@ void CheckpointDirectory::publish(const KeptCheckpoints& keep) {
     if (!exchanged) replace_by_renames();
   }
   File::open_directory(parent).sync();
+  for (const fs::path& above : created_in_) File::open_directory(above).sync();
   // If the names were not exchanged, a draft that exists by now belongs to another save.
   if (exchanged) remove_checkpoint(draft_);
   remove_checkpoint(with_suffix(path_, ".old"));
@@ -400,7 +411,7 @@ void CheckpointDirectory::discard() noexcept {
 fs::path readable_checkpoint(const fs::path& path) {
   for (const fs::path& place : {path, path / kInMountPoint}) {
     const fs::path readable = checkpoint_or_old(place);
-    if (fs::exists(readable / kIndexFile)) return readable;
+    if (is_there(readable / kIndexFile)) return readable;
   }
   return path;
 }
@@ -417,14 +428,14 @@ void remove_abandoned_drafts(const fs::path& path) noexcept {
 std::optional<fs::path> best_checkpoint(const fs::path& directory, const BestBy& by) {
   Best best(by);
   if (!fs::is_directory(directory)) return std::nullopt;
-  for (const Numbered& item : list_checkpoints(directory))
+  for (const Numbered& item : numbered_checkpoints(directory))
     if (const auto index = index_of(checkpoint_or_old(item.path))) best.offer(item.path, *index);
   return best.path();
 }
 
 std::optional<fs::path> latest_checkpoint(const fs::path& directory) {
   if (!fs::is_directory(directory)) return std::nullopt;
-  const auto found = list_checkpoints(directory);
+  const auto found = numbered_checkpoints(directory);
   if (found.empty()) return std::nullopt;
   return found.back().path;
 }

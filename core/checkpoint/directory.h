@@ -4,6 +4,7 @@
 
 #include <filesystem>
 #include <optional>
+#include <vector>
 
 #include "base/files/file.h"
 
@@ -45,6 +46,7 @@ class CheckpointDirectory {
   std::filesystem::path draft_;
   std::filesystem::path mount_point_;  // the given mount point, with `path_` inside; else empty
   std::optional<File> held_;           // the draft's directory, locked
+  std::vector<std::filesystem::path> created_in_;  // where new directories lead to the draft's
 };
 
 /// Returns the directory to read: `path`, or the old checkpoint if its replacement was interrupted,

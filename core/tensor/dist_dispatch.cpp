@@ -122,7 +122,7 @@ void push_views(const OpPlan& plan, const at::Tensor& base, const at::Tensor& gi
       const OpPlan::Output& made = plan.outputs[output++];
       const at::Tensor view = make_dist_view(part, made.spec, made.sizes, made.strides,
                                              base.storage_offset() + made.offset, source);
-      reduce_once(view, base);
+      reduce_once(view, base, plan.inputs[0]);
       return view;
     }));
 }
@@ -240,7 +240,7 @@ void push_whole_views(const DistSpecPtr& whole, const at::Tensor& base, const at
       const int64_t offset = part.storage_offset() - given.storage_offset();
       const at::Tensor view = make_dist_view(part, whole, part.sizes(), part.strides(),
                                              base.storage_offset() + offset, source);
-      reduce_once(view, base);
+      reduce_once(view, base, whole);
       return view;
     }));
 }
@@ -347,7 +347,8 @@ void call_outside(const c10::OperatorHandle& op, const DeviceMesh& mesh, const O
       const at::Tensor made = planned
                                   ? make_dist(part, planned->spec, planned->sizes, planned->strides)
                                   : make_dist(part, whole, like.sizes(), like.strides());
-      is_view ? reduce_once(made, arguments[0].toTensor()) : reduce_once(made);
+      is_view ? reduce_once(made, arguments[0].toTensor(), plan ? plan->inputs[0] : whole)
+              : reduce_once(made);
       return made;
     });
   });
@@ -362,6 +363,7 @@ void replacing_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack*
 void dist_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
   place_gradients_of(arguments);
+  if (op.schema().is_mutable()) check_writable(op.schema(), arguments);
   const auto cached = plan_of(op, arguments);
   note_call(cached->digest);
   const DeviceMesh& mesh = cached->keys.front()->mesh;
@@ -393,6 +395,7 @@ void list_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stac
   const KeepTerms keep;
   const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
   place_gradients_of(arguments);
+  check_writable(op.schema(), arguments);
   count_writes_to_lists(op.schema(), arguments);
   const IdentityScope identity(op, arguments);
   at::AutoDispatchBelowADInplaceOrView below;

@@ -81,6 +81,7 @@ struct DistMeta final : c10::BackendMeta {
   mutable uint64_t identity = 0;  ///< see [Note: Identities]
   bool reduces_once = false;      ///< the first operator that needs the values reduces them for all
   bool is_shown = false;          ///< other DistTensors may share the memory of `local`
+  bool shows_expanded = false;    ///< a copy (see `source`) of a view of an expanded tensor
 
  private:
   DistSpecPtr before_;  // users may hold references to it

@@ -1,5 +1,6 @@
 #include "tensor/placed.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
@@ -71,7 +72,7 @@ void reduce_once(const at::Tensor& made) {
   meta->reduces_once = std::ranges::any_of(meta->spec->placements, is_partial);
 }
 
-void reduce_once(const at::Tensor& view, const at::Tensor& base) {
+void reduce_once(const at::Tensor& view, const at::Tensor& base, const DistSpecPtr& placed_as) {
   DistMeta *const meta = meta_of(view), *const shown = meta_of(base);
   if (!shown) return;
   shown->is_shown = meta->is_shown = true;
@@ -79,6 +80,23 @@ void reduce_once(const at::Tensor& view, const at::Tensor& base) {
   meta->writes = shown->writes;
   meta->reduces_once = shown->reduces_once;
   meta->shown_parameter = shown->parameter ? shown->parameter : shown->shown_parameter;
+  meta->shows_expanded =
+      shown->shows_expanded ||
+      (placed_as != shown->spec && at::has_internal_overlap(base) == at::MemOverlap::Yes);
+}
+
+void check_writable(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto* const alias = schema.arguments()[i].alias_info();
+    if (!alias || !alias->isWrite()) continue;
+    each_tensor(arguments[i], [&](const at::Tensor& tensor) {
+      const DistMeta* const meta = find_dist_meta(tensor);
+      TORCH_CHECK(!meta || !meta->shows_expanded,
+                  "unsupported operation: a view of an expanded DistTensor is a copy here, and "
+                  "more than one element of the written-to tensor refers to a single memory "
+                  "location. Please clone() the tensor before performing the operation");
+    });
+  }
 }
 
 KeepTerms::KeepTerms() : before_(std::exchange(keeps_terms, true)) {}

@@ -35,8 +35,12 @@ void note_placed_argument(const at::Tensor& tensor, const DistSpecPtr& wanted);
 
 /// Must be called for each tensor that an operator made.
 void reduce_once(const at::Tensor& made);
-/// Must be called for each view of `base` that an operator made.
-void reduce_once(const at::Tensor& view, const at::Tensor& base);
+/// Must be called for each view that an operator made of `base`, placed as `shown` says.
+void reduce_once(const at::Tensor& view, const at::Tensor& base, const DistSpecPtr& shown);
+
+/// Throws on all ranks if an argument that the operator writes to is a copy of a view of an
+/// expanded tensor: one element of that would be written to by several.
+void check_writable(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments);
 
 /// While it lives, arguments of operators that this thread calls keep their terms. Used where an
 /// operator is decomposed into others: ranks outside the mesh don't call those.

@@ -1,5 +1,6 @@
 #include "tensor/result_strides.h"
 
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/TensorIterator.h>
@@ -9,6 +10,8 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/strides.h>
 
+#include <algorithm>
+#include <numeric>
 #include <set>
 #include <string>
 
@@ -127,6 +130,24 @@ std::vector<int64_t> elementwise_strides(at::ArrayRef<c10::IValue> arguments) {
   return config.build().output().strides().vec();
 }
 
+// Fourier transforms by MKL put the dims that they transform last, and the others in the order of
+// their strides. LibTorch has no function for tensors without data, and that of its Python package
+// orders dims of equal strides, in views that show elements several times, in another way.
+std::vector<int64_t> transform_strides(const at::Tensor& self, std::vector<int64_t> dims,
+                                       bool sorts_last, at::IntArrayRef sizes) {
+  const auto is_farther = [&](int64_t a, int64_t b) { return self.stride(a) > self.stride(b); };
+  std::vector<int64_t> order(sizes.size()), strides(sizes.size());
+  std::iota(order.begin(), order.end(), 0);
+  const auto transformed = std::partition(
+      order.begin(), order.end(), [&](int64_t dim) { return std::ranges::count(dims, dim) == 0; });
+  std::sort(order.begin(), transformed, is_farther);
+  std::sort(dims.begin(), dims.end() - (sorts_last ? 0 : 1), is_farther);
+  std::ranges::copy(dims, transformed);
+  int64_t next = 1;
+  for (size_t i = order.size(); i-- > 0; next *= sizes[order[i]]) strides[order[i]] = next;
+  return strides;
+}
+
 }  // namespace
 
 std::optional<std::vector<int64_t>> strides_by_kernel(const c10::OperatorHandle& op,
@@ -138,6 +159,12 @@ std::optional<std::vector<int64_t>> strides_by_kernel(const c10::OperatorHandle&
   if (name == "aten::convolution" || name == "aten::convolution_backward")
     return convolution_strides(schema, arguments, sizes);
   const bool is_on_cpu = device_of(arguments).is_cpu();
+  const bool is_real = name == "aten::_fft_r2c";
+  if (is_on_cpu && at::hasMKL() && (is_real || name == "aten::_fft_c2c")) {
+    const at::Tensor self = arguments[0].toTensor();
+    const auto dims = arguments[1].toIntVector();
+    if (!dims.empty()) return transform_strides(self, dims, !is_real, sizes);
+  }
   const bool is_complex_angle = name == "aten::angle" && arguments[0].toTensor().is_complex();
   if (is_on_cpu && (contiguous_on_cpu().contains(name) || is_complex_angle))
     return strides_in(at::MemoryFormat::Contiguous, sizes);

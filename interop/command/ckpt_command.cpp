@@ -1,13 +1,18 @@
 #include "interop/command/ckpt_command.h"
 
+#include <fmt/chrono.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/checkpoint_files.h>
 #include <tessera/interop/exchange.h>
 #include <tessera/planner/plan_report.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
+#include <array>
 #include <cstdio>
+#include <ctime>
 #include <filesystem>
 #include <functional>
 #include <map>
@@ -16,6 +21,7 @@
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "command/exit_code.h"
@@ -29,9 +35,9 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kCkptFooter = R"(
-CKPT is a checkpoint's directory. Exit status: 0 if all is well; 1 if `verify` found damage or `diff` a
-difference; 2 if the arguments are wrong, the work could not be done, or its output could not be written. An
-interrupt leaves nothing that was begun.)";
+CKPT is a checkpoint's directory, or one with a series of them, of which the latest is taken.
+Exit status: 0 if all is well; 1 if `verify` or `ls` found damage or `diff` a difference; 2 if the arguments are
+wrong, the work could not be done, or its output could not be written. An interrupt leaves nothing that was begun.)";
 
 const std::map<std::string, ExportFormat> kFormats = {{"safetensors", ExportFormat::kSafetensors},
                                                       {"huggingface", ExportFormat::kHuggingFace}};
@@ -88,9 +94,13 @@ nlohmann::json to_json(const CheckpointSummary& summary) {
                        {"pieces", tensor.pieces}});
   }
   return {{"id", summary.id},
+          {"saved", summary.saved},
+          {"bytes", summary.nbytes},
           {"plan", summary.plan},
           {"ranks", summary.ranks},
           {"numbers", summary.numbers},
+          {"texts", summary.texts},
+          {"models", summary.models},
           {"optimizer", summary.optimizer},
           {"optimizer_steps", summary.optimizer_steps},
           {"has_scaler", summary.has_scaler},
@@ -101,6 +111,31 @@ nlohmann::json to_json(const CheckpointSummary& summary) {
 
 // Write errors are checked when the command is over.
 void print(const std::string& text) { std::fputs(text.c_str(), stdout); }
+
+std::string time_text(int64_t seconds) {
+  return fmt::format("{:%Y-%m-%d %H:%M} UTC", fmt::gmtime(static_cast<std::time_t>(seconds)));
+}
+
+std::string bytes_text(int64_t nbytes) {
+  constexpr std::array kUnits = {"B", "kB", "MB", "GB", "TB", "PB"};
+  double value = static_cast<double>(nbytes);
+  size_t unit = 0;
+  for (; value >= 999.5 && unit + 1 < kUnits.size(); value /= 1000) ++unit;
+  return fmt::format("{:.{}f} {}", value, value < 10 && unit > 0 ? 1 : 0, kUnits[unit]);
+}
+
+// Returns the checkpoint to work with: `path`, or the latest one in it if it is a directory of a
+// series, which is said.
+std::string checkpoint_at(const std::string& path) {
+  std::error_code ignored;
+  if (!fs::is_directory(path, ignored) || fs::exists(fs::path(path) / "index.json", ignored))
+    return path;
+  const auto latest = latest_checkpoint(path);
+  if (!latest) return path;
+  fmt::print(stderr, "tessera ckpt: '{}' is a series; its latest is '{}'\n", path,
+             latest->string());
+  return latest->string();
+}
 
 void add_kinds(const CheckpointSummary& summary, std::string& text) {
   std::map<std::string, std::pair<int64_t, int64_t>> kinds;  // tensors and bytes
@@ -116,8 +151,14 @@ void add_kinds(const CheckpointSummary& summary, std::string& text) {
 std::string text_of(const CheckpointSummary& summary) {
   std::string text =
       fmt::format("saved by {} ranks ({}), id {}\n", summary.ranks, summary.plan, summary.id);
+  text += fmt::format("at {}, {} in all\n", time_text(summary.saved), bytes_text(summary.nbytes));
+  if (!summary.models.empty())
+    text += fmt::format("models {}: each in a directory of its name\n",
+                        fmt::join(summary.models, ", "));
   for (const auto& [name, value] : summary.numbers)
     text += fmt::format("number {} = {}\n", name, value);
+  for (const auto& [name, value] : summary.texts)
+    text += fmt::format("text {} = {}\n", name, value.substr(0, 200));
   if (!summary.optimizer.empty())
     text +=
         fmt::format("optimizer {} after {} steps\n", summary.optimizer, summary.optimizer_steps);
@@ -136,9 +177,67 @@ std::string text_of(const CheckpointSummary& summary) {
 }
 
 int inspect(const Arguments& arguments) {
-  const CheckpointSummary summary = inspect_checkpoint(arguments.from);
+  const CheckpointSummary summary = inspect_checkpoint(checkpoint_at(arguments.from));
   print(arguments.json ? to_json(summary).dump() + "\n" : text_of(summary));
   return 0;
+}
+
+// How a model was sharded, in one word.
+std::string level_of(const CheckpointSummary& summary) {
+  static const std::string kLevel = "level ";
+  const size_t at = summary.plan.find(kLevel);
+  const std::string rest =
+      at == std::string::npos ? summary.plan : summary.plan.substr(at + kLevel.size());
+  return summary.models.empty() ? rest.substr(0, rest.find_first_of(" ,"))
+                                : fmt::format("{} models", summary.models.size());
+}
+
+std::string row_of(const ListedCheckpoint& listed) {
+  const CheckpointSummary& summary = listed.summary;
+  const auto step = summary.numbers.find("step");
+  const std::string steps = step != summary.numbers.end() ? fmt::format("{:g}", step->second)
+                            : summary.optimizer_steps > 0
+                                ? fmt::format("{}", summary.optimizer_steps)
+                                : "";
+  const std::string name = listed.path.filename().string();
+  std::string text = fmt::format("{} {:<18} ", listed.is_latest ? '*' : ' ', name);
+  if (!summary.id.empty())
+    text += fmt::format("{}  {:>7} {:>5}  {:<8} {:>8}", time_text(summary.saved),
+                        bytes_text(summary.nbytes), summary.ranks, level_of(summary), steps);
+  return text + (listed.problem.empty() ? "\n" : "\n    not intact: " + listed.problem + "\n");
+}
+
+nlohmann::json to_json(const ListedCheckpoint& listed) {
+  nlohmann::json result = {
+      {"path", listed.path.string()}, {"latest", listed.is_latest}, {"problem", listed.problem}};
+  if (listed.summary.id.empty()) return result;
+  nlohmann::json summary = to_json(listed.summary);
+  summary.erase("tensors");
+  result.update(summary);
+  return result;
+}
+
+int list(const Arguments& arguments) {
+  const std::vector<ListedCheckpoint> all = list_checkpoints(arguments.from);
+  if (arguments.json) {
+    nlohmann::json list = nlohmann::json::array();
+    for (const ListedCheckpoint& listed : all) list.push_back(to_json(listed));
+    print(list.dump() + "\n");
+  } else if (all.empty()) {
+    print(fmt::format("no checkpoints in '{}'\n", arguments.from));
+  } else {
+    print(fmt::format("  {:<18} {:<20}  {:>7} {:>5}  {:<8} {:>8}\n", "* the latest", "saved",
+                      "size", "ranks", "level", "step"));
+  }
+  fs::path directory;
+  for (const ListedCheckpoint& listed : arguments.json ? std::vector<ListedCheckpoint>() : all) {
+    if (listed.path.parent_path() != directory) {
+      directory = listed.path.parent_path();
+      print(directory.string() + "\n");
+    }
+    print(row_of(listed));
+  }
+  return std::ranges::all_of(all, [](const auto& each) { return each.problem.empty(); }) ? 0 : 1;
 }
 
 // Prints findings to stdout, one line each.
@@ -149,18 +248,19 @@ int report(const std::vector<std::string>& findings, const std::string& all_well
 }
 
 int verify(const Arguments& arguments) {
-  return report(verify_checkpoint(arguments.from, arguments.progress("verify")),
+  return report(verify_checkpoint(checkpoint_at(arguments.from), arguments.progress("verify")),
                 "all checksums are right");
 }
 
 int diff(const Arguments& arguments) {
-  return report(compare_checkpoints(arguments.from, arguments.to, arguments.progress("diff")),
+  return report(compare_checkpoints(checkpoint_at(arguments.from), checkpoint_at(arguments.to),
+                                    arguments.progress("diff")),
                 "no difference");
 }
 
 int reshard(const Arguments& arguments) {
   return run_interruptible([&](const Interruption& interruption) {
-    reshard_checkpoint(arguments.from, arguments.to, arguments.ranks,
+    reshard_checkpoint(checkpoint_at(arguments.from), arguments.to, arguments.ranks,
                        interruption.checked(arguments.progress("reshard")));
     return 0;
   });
@@ -194,7 +294,7 @@ int export_file(const Arguments& arguments) {
   options.rename = rename_rules_of(arguments.rename_file, arguments.rename);
   return run_interruptible([&](const Interruption& interruption) {
     options.progress = interruption.checked(arguments.progress("export"));
-    export_checkpoint(arguments.from, arguments.to, options);
+    export_checkpoint(checkpoint_at(arguments.from), arguments.to, options);
     return 0;
   });
 }
@@ -289,7 +389,12 @@ void add_commands(CLI::App& ckpt, int& exit_code, const ArgumentsPtr& arguments)
   const auto add = [&](const char* name, const char* text, auto work) {
     return add_command(ckpt, name, text, exit_code, arguments, work);
   };
-  CLI::App* command = add("inspect", "Lists the contents of a checkpoint", inspect);
+  CLI::App* command =
+      add("ls", "Lists the checkpoints in a directory and below, and those that are damaged", list);
+  add_path(command, "DIRECTORY", arguments->from, "Where to look");
+  command->add_flag("--json", arguments->json, "Print one line of JSON");
+
+  command = add("inspect", "Lists the contents of a checkpoint", inspect);
   add_path(command, "CKPT", arguments->from, "The checkpoint");
   command->add_flag("--json", arguments->json, "Print one line of JSON");
 

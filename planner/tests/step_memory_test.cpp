@@ -141,7 +141,7 @@ TEST(StepMemoryNightly, OfKnownModelsIsPredicted) {
     std::ofstream(directory / "config.json") << json.dump();
     TransformerConfig config = read_transformer_config(directory.path());
     config.dtype = at::kFloat;
-    config.dropout = 0;
+    config.dropout = config.attention_dropout = 0;
     run_world(
         2,
         [&](World& world) {

@@ -8,7 +8,7 @@ order. In stage 3, each parameter is cut into as many equal parts as there are r
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 

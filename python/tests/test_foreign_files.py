@@ -11,41 +11,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
+import foreign_fuzz
 import tessera
+from foreign_layouts import Block, train_block, write_trainer
 from tessera.exchange import import_checkpoint, main
 
 numpy = pytest.importorskip("numpy")
 
 
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.last(self.norm(self.first(x)))
-
-
 class Note(dict):
     """A dict of another tool, as AttributeDict of Lightning."""
-
-
-def _train(names: bool, alike: bool = False):
-    """A model with an optimizer of two param groups, weights that decay and others that don't."""
-    torch.manual_seed(1)
-    model = Block()
-    named = list(model.named_parameters())
-    parts = [[item for item in named if (item[1].dim() == 2) == decays] for decays in (True, False)]
-    if alike:  # norm.weight and norm.bias are apart, and have one shape
-        parts = [[item for item in named if (item[0] == "norm.bias") == last] for last in (False, True)]
-    groups = [{"params": part if names else [value for _, value in part], "weight_decay": decay}
-              for part, decay in zip(parts, (0.1, 0.0))]
-    optimizer = torch.optim.AdamW(groups, lr=0.01)
-    for step in range(2):
-        optimizer.zero_grad()
-        model(torch.sin(torch.arange(18.).view(3, 6) + step)).square().mean().backward()
-        optimizer.step()
-    return model, optimizer
 
 
 def _contents(checkpoint):
@@ -59,7 +34,7 @@ def _contents(checkpoint):
 def plain(tmp_path_factory):
     """The contents of a checkpoint of the model and its optimizer."""
     folder = tmp_path_factory.mktemp("plain")
-    model, optimizer = _train(names=True)
+    model, optimizer = train_block(names=True)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "one.pt")
     import_checkpoint(folder / "one.pt", folder / "one", optimizer_key="optimizer")
     return _contents(folder / "one")
@@ -77,7 +52,7 @@ NAMES = [name for name, _ in Block().named_parameters()]
 
 def test_torchtitan(plain, tmp_path):
     """The model at the top, beside the flattened optimizer and the state of training."""
-    model, optimizer = _train(names=False)
+    model, optimizer = train_block(names=False)
     weights, states = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     beside = {"train_state": {"step": torch.tensor(2), "time": numpy.float64(1.5), "order": numpy.arange(3)},
               "lr_scheduler": {"last_epoch": 2}}
@@ -89,7 +64,7 @@ def test_torchtitan(plain, tmp_path):
 @pytest.mark.parametrize("wraps", [dict, Note, lambda items: defaultdict(list, items)])
 def test_lightning(plain, tmp_path, wraps):
     """Optimizers in a list, whose groups have no names, and a learning rate of NumPy's."""
-    model, optimizer = _train(names=False)
+    model, optimizer = train_block(names=False)
     for group in optimizer.param_groups:
         group["lr"] = numpy.float64(group["lr"])
     torch.save({"state_dict": model.state_dict(), "optimizer_states": [wraps(optimizer.state_dict())], "epoch": 1,
@@ -104,23 +79,9 @@ def test_lightning(plain, tmp_path, wraps):
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
 def test_a_directory_of_the_trainer(plain, tmp_path, capsys, form, sharded):
-    model, optimizer = _train(names=False)
-    state, folder = model.state_dict(), tmp_path / "checkpoint-2"
-    folder.mkdir()
-    name, write = "pytorch_model.bin", torch.save
-    if form == "safetensors":
-        name, write = "model.safetensors", pytest.importorskip("safetensors.torch").save_file
-    if sharded:
-        parts = {f"part-{at}.{form}": dict(list(state.items())[at::2]) for at in range(2)}
-        for file, part in parts.items():
-            write(part, folder / file)
-        places = {key: file for file, part in parts.items() for key in part}
-        (folder / f"{name}.index.json").write_text(json.dumps({"weight_map": places}))
-    else:
-        write(state, folder / name)
-    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
-    torch.save({"numpy": numpy.arange(3)}, folder / "rng_state.pth")
-    (folder / "trainer_state.json").write_text("{}")
+    model, optimizer = train_block(names=False)
+    folder = tmp_path / "checkpoint-2"
+    write_trainer(folder, model, optimizer, form, sharded)
     (tmp_path / "names.json").write_text(json.dumps(NAMES))
     assert main(["import", str(folder), str(tmp_path / "one"), "--optimizer", "optimizer", "--quiet", "--model-params",
                  str(tmp_path / "names.json")]) == 0
@@ -137,7 +98,7 @@ def test_groups_that_shapes_do_not_show_are_refused(tmp_path):
             import_checkpoint(tmp_path / "one.pt", tmp_path / "one", optimizer_key="optimizer", **options)
         return str(caught.value)
 
-    model, optimizer = _train(names=False, alike=True)
+    model, optimizer = train_block(names=False, alike=True)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "one.pt")
     assert "can't be seen from their shapes" in error(model_params=NAMES)
     assert "'gone' of model_params" in error(model_params=[*NAMES[:-1], "gone"])
@@ -175,3 +136,8 @@ def test_pickles_run_no_code(tmp_path):
     with pytest.raises(ValueError):
         import_checkpoint(tmp_path / "index", tmp_path / "from_index")
     assert not (tmp_path / "mark").exists()
+
+
+def test_damaged_files_give_errors():
+    pytest.importorskip("safetensors")
+    assert foreign_fuzz.main(150) == 0

@@ -73,6 +73,8 @@ TURNING = {
     "cos": lambda e, x: e.clamp(max=2),
     "fmod": lambda e, x, m: torch.where(((x - e) / m).trunc() == ((x + e) / m).trunc(), e, 2 * abs(m)),
     "remainder": lambda e, x, m: torch.where(((x - e) / m).floor() == ((x + e) / m).floor(), e, abs(m)),
+    # Just below the negative numbers it is -pi.
+    "angle": lambda e, x: torch.where((x.imag.abs() <= e) & (x.real <= e), 2 * torch.pi, 0.0) if x.is_complex() else e * 0,
 }
 # A term of a pending sum may be rounded by each operator of a program before ranks add it.
 OPERATORS = 20
@@ -232,7 +234,7 @@ class Bounds(TorchDispatchMode):
             return self._linear(base, call, before, errors, results)
         if pointwise:
             changes = self._changes(call, before, exact, errors, erring)
-            if base in TURNING and erring == [0] and not before[0].is_complex():
+            if base in TURNING and erring == [0] and (base == "angle" or not before[0].is_complex()):
                 changes = [torch.maximum(TURNING[base](errors[0], *before), changes[0])]
             return [change + 2 * _unit(out.dtype) * _size(out) + extra
                     for change, out, extra in zip(changes, results, rounding)]

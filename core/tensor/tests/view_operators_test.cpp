@@ -5,8 +5,11 @@
 #include <tessera/tensor/dist_tensor.h>
 #include <torch/torch.h>
 
+#include <functional>
 #include <vector>
 
+#include "support/error_of.h"
+#include "support/expect_contains.h"
 #include "support/operator_parity.h"
 #include "support/run_world.h"
 #include "support/test_device.h"
@@ -350,6 +353,50 @@ TEST(GatheredViews, OfNegativesHaveTheirStrides) {
       EXPECT_TRUE(full_tensor(show(distribute(plain, DeviceMesh({2}, {0, 1}), {placement})))
                       .equal(show(plain)))
           << to_string({placement});
+  });
+}
+
+TEST(FourierTransforms, HaveTheStridesOfTheKernel) {
+  using Show = std::function<at::Tensor(const at::Tensor&)>;
+  std::vector<Show> shown;
+  for (const Show& view :
+       {Show([](const at::Tensor& x) { return x.unfold(1, 2, 1); }),
+        Show([](const at::Tensor& x) { return x.unsqueeze(0).transpose(1, 2); })}) {
+    for (const int64_t dim : {0, 1, 2, 3}) {
+      shown.push_back(
+          [=](const at::Tensor& x) { return torch::fft::fft(view(x), std::nullopt, dim); });
+      shown.push_back(
+          [=](const at::Tensor& x) { return torch::fft::rfft(view(x), std::nullopt, dim); });
+      shown.push_back([=](const at::Tensor& x) {
+        return torch::fft::ifft2(torch::complex(view(x), view(x)), {}, {dim, (dim + 2) % 4});
+      });
+    }
+  }
+  run_world(2, [&](World&) {
+    const at::Tensor plain = on_test_device(torch::arange(18.0).view({2, 3, 3}));
+    for (const Placement& placement :
+         {Placement(Replicate{}), Placement(Shard{0}), Placement(Shard{2})}) {
+      const at::Tensor x = distribute(plain, DeviceMesh({2}, {0, 1}), {placement});
+      for (size_t i = 0; i < shown.size(); ++i) {
+        EXPECT_EQ(shown[i](x).strides(), shown[i](plain).strides()) << to_string({placement}) << i;
+        EXPECT_TRUE(full_tensor(shown[i](x)).allclose(shown[i](plain))) << i;
+      }
+    }
+  });
+}
+
+TEST(GatheredViews, OfExpandedTensorsAreNotWrittenOnAnyRank) {
+  run_world(3, [](World&) {
+    const DeviceMesh mesh({2}, {0, 1});
+    const at::Tensor plain = on_test_device(torch::arange(10.0).view({2, 5}));
+    const at::Tensor wide = distribute(plain, mesh, {Shard{0}}).expand({2, -1, -1});
+    const at::Tensor diagonal = wide.diagonal();
+    expect_contains(error_of<c10::Error>([&] { diagonal.fill_(-1); }),
+                    {"a view of an expanded DistTensor is a copy here", "single memory location"});
+    if (mesh.is_member()) {
+      EXPECT_TRUE(full_tensor(diagonal).equal(plain.expand({2, -1, -1}).diagonal()));
+      EXPECT_TRUE(full_tensor(wide)[1].equal(plain));
+    }
   });
 }
 

@@ -24,8 +24,9 @@ struct TransformerConfig {
   int64_t positions = 1;   ///< the longest sequence
   bool tied_head = false;  ///< the output layer's weights are those of the embedding
   bool qkv_bias = false, output_bias = false, mlp_bias = false;
-  bool head_norms = false;  ///< queries and keys of each head are normalized
-  double dropout = 0;       ///< of what is added between the blocks; gpt2 only
+  bool head_norms = false;       ///< queries and keys of each head are normalized
+  double dropout = 0;            ///< of what is added between the blocks; gpt2 only
+  double attention_dropout = 0;  ///< of the scores
   at::ScalarType dtype = at::kFloat;
 
   bool is_gpt2() const { return type == "gpt2"; }
@@ -55,7 +56,9 @@ struct ActivationOptions {
   std::optional<at::ScalarType> autocast = std::nullopt;
 
   /// True: `scaled_dot_product_attention()` in one kernel that keeps no matrix of sequence by
-  /// sequence. False: such a matrix is kept for each head.
+  /// sequence. False: such a matrix is kept for each head, and with dropout its mask and the
+  /// result, too. LibTorch's kernel for the CPU has no dropout: with that, it is as if this were
+  /// false.
   bool fused_attention = true;
   /// Each block is a `checkpoint()`: its forward runs again in backward.
   bool checkpoint = false;
