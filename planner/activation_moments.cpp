@@ -199,7 +199,7 @@ void check_options(const TransformerConfig& config, const ActivationOptions& opt
 void check_total(const TransformerConfig& config, const ActivationOptions& options) {
   const int64_t tokens = options.batch * options.sequence;
   int64_t elements = checked_sum(config.vocabulary, checked_product(config.layers, config.width));
-  if (!options.fused_attention || (options.on_cpu && config.attention_dropout > 0))
+  if (keeps_scores(config, options))
     elements = checked_sum(elements, checked_product(config.heads, options.sequence));
   const int64_t nbytes = checked_product(tokens, checked_product(elements, 64));
   TORCH_CHECK_VALUE(nbytes <= kMostKept, "[activation_moments] activations must have at most ",

@@ -193,15 +193,14 @@ class DescribedForward {
 
   // Without a mask, of which nothing is kept.
   at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const {
-    const double share = config_.attention_dropout;
-    if (options_.fused_attention && (share == 0 || !options_.on_cpu))
+    if (!keeps_scores(config_, options_))
       return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0, true));
     const auto for_all_heads = [&](const at::Tensor& x) {
       const int64_t times = config_.heads / config_.kv_heads;
       return times == 1 ? x : x.repeat_interleave(times, 1);
     };
     const at::Tensor scores = at::matmul(q * 0.5, (for_all_heads(k) * 0.5).transpose(2, 3));
-    return at::matmul(dropped(scores.softmax(3), share), for_all_heads(v));
+    return at::matmul(dropped(scores.softmax(3), config_.attention_dropout), for_all_heads(v));
   }
 
   at::Tensor feed_forward(const Block& block, const at::Tensor& x) const {

@@ -10,6 +10,11 @@
 
 namespace tessera {
 
+/// Returns whether attention keeps a matrix of scores for each head.
+inline bool keeps_scores(const TransformerConfig& config, const ActivationOptions& options) {
+  return !options.fused_attention || (options.on_cpu && config.attention_dropout > 0);
+}
+
 /// A model that a config describes, of meta tensors, with the names of Hugging Face.
 class DescribedModel {
  public:

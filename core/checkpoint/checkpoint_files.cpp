@@ -10,13 +10,13 @@
 #include <cstring>
 #include <functional>
 #include <map>
-#include <optional>
 #include <set>
 #include <utility>
 
 #include "checkpoint/checkpoint_writer.h"
 #include "checkpoint/chunk_reader.h"
 #include "checkpoint/directory.h"
+#include "checkpoint/summary.h"
 #include "tensor/chunks.h"
 
 namespace tessera {
@@ -158,27 +158,24 @@ void compare_models(const fs::path& a, const CheckpointIndex& left, const fs::pa
   }
 }
 
-// The index of a checkpoint, or its damage.
-std::optional<ChunkReader> reader_of(const fs::path& path, std::vector<std::string>& damage) {
-  std::optional<ChunkReader> reader;
-  if (!fs::exists(readable_checkpoint(path) / kIndexFile)) return ChunkReader(path);  // throws
-  collect_errors([&] { reader.emplace(path); }, damage);
-  return reader;
-}
-
 }  // namespace
 
-CheckpointSummary inspect_checkpoint(const fs::path& path) {
-  const ChunkReader reader(path);
-  const CheckpointIndex& index = reader.index();
+std::vector<ChunkReader> open_with_models(const fs::path& path) {
+  std::vector<ChunkReader> readers;
+  readers.emplace_back(path);
+  const std::vector<std::string> models = readers.front().index().models;
+  for (const std::string& model : models) readers.emplace_back(model_path(path, model));
+  return readers;
+}
+
+CheckpointSummary summary_of(const fs::path& path, const std::vector<ChunkReader>& readers) {
+  const CheckpointIndex& index = readers.front().index();
   CheckpointSummary summary{.id = index.id, .plan = index.plan, .ranks = index.world_size};
   summary.saved = seconds_of_file(readable_checkpoint(path) / kIndexFile);
-  summary.nbytes = total_nbytes(index);
+  for (const ChunkReader& reader : readers) summary.nbytes += total_nbytes(reader.index());
   summary.numbers = index.numbers;
   summary.texts = index.texts;
   summary.models = index.models;
-  for (const std::string& model : index.models)
-    summary.nbytes += total_nbytes(ChunkReader(model_path(path, model)).index());
   if (index.optimizer) {
     summary.optimizer = index.optimizer->kind;
     summary.optimizer_steps = index.optimizer->steps;
@@ -195,18 +192,20 @@ CheckpointSummary inspect_checkpoint(const fs::path& path) {
   return summary;
 }
 
+CheckpointSummary inspect_checkpoint(const fs::path& path) {
+  return summary_of(path, open_with_models(path));
+}
+
 std::vector<std::string> verify_checkpoint(const fs::path& path,
                                            const CheckpointProgress& progress) {
   std::vector<std::string> damage;
   std::vector<ChunkReader> readers;
-  const auto open = [&](const fs::path& part) {
-    if (auto reader = reader_of(part, damage)) readers.push_back(std::move(*reader));
-  };
-  open(path);
+  if (!holds_checkpoint(path)) readers.emplace_back(path);  // throws
+  collect_errors([&] { readers.emplace_back(path); }, damage);
   if (readers.empty()) return damage;
   const std::vector<std::string> models = readers.front().index().models;
   for (const std::string& model : models)
-    collect_errors([&] { open(model_path(path, model)); }, damage);
+    collect_errors([&] { readers.emplace_back(model_path(path, model)); }, damage);
   int64_t total = 0;
   for (const ChunkReader& reader : readers) total += total_nbytes(reader.index());
   ProgressCount count(progress, total);

@@ -47,6 +47,10 @@ namespace {
 
 constexpr const char* kInMountPoint = "checkpoint";
 
+// The ends of the names of a draft, and of a checkpoint that is being removed.
+constexpr const char* kDraft = ".tmp";
+constexpr const char* kRemoved = ".removed";
+
 // For how long a save tries to lock its draft.
 constexpr std::chrono::milliseconds kWaitForDraft(100);
 
@@ -190,9 +194,6 @@ bool cannot_exchange(int error) {
 
 // A series is the checkpoints in one directory whose names differ only in the number at their end.
 
-// The end of the name of a checkpoint that is being removed.
-constexpr const char* kRemoved = ".removed";
-
 struct Numbered {
   std::string prefix;
   std::string digits;  // without leading zeros
@@ -318,7 +319,7 @@ CheckpointDirectory::CheckpointDirectory(const fs::path& path) : path_(normal(pa
     mount_point_ = path_;
     path_ /= kInMountPoint;
   }
-  draft_ = with_suffix(path_, ".tmp");
+  draft_ = with_suffix(path_, kDraft);
 }
 
 void CheckpointDirectory::prepare() {
@@ -416,9 +417,24 @@ fs::path readable_checkpoint(const fs::path& path) {
   return path;
 }
 
+bool holds_checkpoint(const fs::path& path) {
+  return is_there(readable_checkpoint(path) / kIndexFile);
+}
+
+bool is_unfinished(const fs::path& path) {
+  const std::string name = path.filename().string();
+  return name.ends_with(kDraft) || name.ends_with(kRemoved);
+}
+
+bool is_before(const fs::path& a, const fs::path& b) {
+  const auto one = numbered(a).value_or(Numbered{a.filename().string(), "", a}),
+             other = numbered(b).value_or(Numbered{b.filename().string(), "", b});
+  return one.prefix == other.prefix ? one < other : one.prefix < other.prefix;
+}
+
 void remove_abandoned_drafts(const fs::path& path) noexcept {
   try {
-    remove_abandoned(path, ".tmp");
+    remove_abandoned(path, kDraft);
     remove_abandoned(path, kRemoved);
   } catch (const std::exception&) {
     // A draft that stays takes space, and does no harm.

@@ -53,6 +53,16 @@ class CheckpointDirectory {
 /// or the one that a save to a mount point put into `path`.
 std::filesystem::path readable_checkpoint(const std::filesystem::path& path);
 
+/// Returns true if a load from `path` finds a checkpoint; false for what can't be looked at.
+bool holds_checkpoint(const std::filesystem::path& path);
+
+/// Returns true for the name of a directory in which a save works, or that one has left.
+bool is_unfinished(const std::filesystem::path& path);
+
+/// Orders names by their beginnings, and equal ones by the numbers at their ends: `step-9` comes
+/// before `step-10`.
+bool is_before(const std::filesystem::path& a, const std::filesystem::path& b);
+
 /// Removes the drafts that killed saves of the series of `path`, an absolute one, left behind.
 void remove_abandoned_drafts(const std::filesystem::path& path) noexcept;
 

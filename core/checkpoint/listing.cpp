@@ -3,18 +3,17 @@
 #include <tessera/checkpoint/checkpoint_files.h>
 
 #include <algorithm>
-#include <cctype>
 #include <exception>
 #include <filesystem>
 #include <string>
 #include <system_error>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "checkpoint/chunk_reader.h"
 #include "checkpoint/directory.h"
 #include "checkpoint/index.h"
+#include "checkpoint/summary.h"
 
 namespace tessera {
 namespace {
@@ -23,34 +22,13 @@ namespace fs = std::filesystem;
 
 constexpr int kMostLevels = 16;
 
-// "step-9" comes before "step-10".
-auto place_among_numbers(const fs::path& path) {
-  const std::string name = path.filename().string();
-  const auto is_digit = [](unsigned char c) { return std::isdigit(c) != 0; };
-  const size_t digits =
-      std::find_if_not(name.rbegin(), name.rend(), is_digit).base() - name.begin();
-  const size_t first = std::min(name.find_first_not_of('0', digits), name.size());
-  return std::tuple(name.substr(0, digits), name.size() - first, name.substr(first));
-}
-
-bool has_index(const fs::path& directory) {
-  std::error_code ignored;
-  return fs::exists(readable_checkpoint(directory) / kIndexFile, ignored);
-}
-
-// Throws unless the files have all that the index names; not for what the elements are.
-void check_files(const fs::path& path) {
-  ChunkReader reader(path);
-  for (const TensorRecord& record : reader.index().tensors) reader.check(record);
-  for (const std::string& model : reader.index().models)
-    check_files(readable_checkpoint(path) / model);
-}
-
 ListedCheckpoint listed(const fs::path& path) {
   ListedCheckpoint found{.path = path};
   try {
-    found.summary = inspect_checkpoint(path);
-    check_files(path);
+    std::vector<ChunkReader> readers = open_with_models(path);
+    found.summary = summary_of(path, readers);
+    for (ChunkReader& reader : readers)
+      for (const TensorRecord& record : reader.index().tensors) reader.check(record);
   } catch (const c10::Error& error) {
     found.problem = error.what_without_backtrace();
   } catch (const std::exception& error) {
@@ -60,29 +38,23 @@ ListedCheckpoint listed(const fs::path& path) {
   return found;
 }
 
-// Directories that a save works in, or has left.
-bool is_unfinished(const fs::path& path) {
-  const std::string name = path.filename().string();
-  return name.ends_with(".tmp") || name.ends_with(".removed");
-}
-
 void add_below(const fs::path& directory, int levels, std::vector<ListedCheckpoint>& found) {
   std::error_code error;
   std::vector<fs::path> inside;
   for (auto entry = fs::directory_iterator(directory, error);
        !error && entry != fs::directory_iterator(); entry.increment(error)) {
     fs::path path = entry->path();
-    if (path.extension() == ".old" && has_index(fs::path(path).replace_extension()))
+    if (path.extension() == ".old" && holds_checkpoint(fs::path(path).replace_extension()))
       path.replace_extension();  // a replacement was interrupted, or the new one is listed itself
     if (!is_unfinished(path) && std::ranges::count(inside, path) == 0)
       inside.push_back(std::move(path));
   }
-  std::ranges::sort(inside, {}, place_among_numbers);
+  std::ranges::sort(inside, is_before);
   const size_t first = found.size();
   std::vector<fs::path> others;
   for (const fs::path& path : inside) {
     std::error_code ignored;
-    if (has_index(path))
+    if (holds_checkpoint(path))
       found.push_back(listed(path));
     else if (fs::is_directory(fs::symlink_status(path, ignored)))
       others.push_back(path);
@@ -103,7 +75,7 @@ std::vector<ListedCheckpoint> list_checkpoints(const fs::path& directory) {
   std::error_code ignored;
   TORCH_CHECK_VALUE(fs::is_directory(directory, ignored), "[list_checkpoints] '",
                     directory.string(), "' must be a directory");
-  if (has_index(directory)) return {listed(directory)};
+  if (holds_checkpoint(directory)) return {listed(directory)};
   std::vector<ListedCheckpoint> found;
   add_below(directory, kMostLevels, found);
   return found;

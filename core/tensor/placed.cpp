@@ -72,7 +72,7 @@ void reduce_once(const at::Tensor& made) {
   meta->reduces_once = std::ranges::any_of(meta->spec->placements, is_partial);
 }
 
-void reduce_once(const at::Tensor& view, const at::Tensor& base, const DistSpecPtr& placed_as) {
+void reduce_once(const at::Tensor& view, const at::Tensor& base, const DistSpecPtr& given) {
   DistMeta *const meta = meta_of(view), *const shown = meta_of(base);
   if (!shown) return;
   shown->is_shown = meta->is_shown = true;
@@ -82,7 +82,7 @@ void reduce_once(const at::Tensor& view, const at::Tensor& base, const DistSpecP
   meta->shown_parameter = shown->parameter ? shown->parameter : shown->shown_parameter;
   meta->shows_expanded =
       shown->shows_expanded ||
-      (placed_as != shown->spec && at::has_internal_overlap(base) == at::MemOverlap::Yes);
+      (given != shown->spec && at::has_internal_overlap(base) == at::MemOverlap::Yes);
 }
 
 void check_writable(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {

@@ -35,8 +35,9 @@ void note_placed_argument(const at::Tensor& tensor, const DistSpecPtr& wanted);
 
 /// Must be called for each tensor that an operator made.
 void reduce_once(const at::Tensor& made);
-/// Must be called for each view that an operator made of `base`, placed as `shown` says.
-void reduce_once(const at::Tensor& view, const at::Tensor& base, const DistSpecPtr& shown);
+/// Must be called for each view that an operator made of `base`, which it got placed as `given`
+/// says.
+void reduce_once(const at::Tensor& view, const at::Tensor& base, const DistSpecPtr& given);
 
 /// Throws on all ranks if an argument that the operator writes to is a copy of a view of an
 /// expanded tensor: one element of that would be written to by several.

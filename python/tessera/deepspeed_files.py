@@ -46,7 +46,7 @@ class _Zero:
         self.values = _Values()
         self._states = [load_file(path)["optimizer_state_dict"] for path in files]
         self._is_cut = "fp32_flat_groups" in self._states[0]  # stage 3
-        models = _models_in(source)
+        models = [load_file(path) for path in _model_files(source) if _is_first(path)]
         count = self._states[0]["partition_count"]
         count = max(count) if isinstance(count, list) else count
         if count != len(files) or not models or (self._is_cut and len(models) != count):
@@ -101,9 +101,13 @@ class _Zero:
         return _with_steps({"state": states, "param_groups": groups})
 
 
-def _models_in(source: Path) -> list[dict[str, Any]]:
-    """What the files of the models have: in stages 1 and 2 there is one, in stage 3 one for each rank."""
-    return [load_file(path) for path in sorted(source.glob("*mp_rank_00_model_states.pt"), key=_ranks_of)]
+def _model_files(source: Path) -> list[Path]:
+    return sorted(source.glob("*_model_states.pt"), key=_ranks_of)
+
+
+def _is_first(path: Path) -> bool:
+    """Whether a model's file is of the first tensor-parallel rank: in stages 1 and 2 one, in stage 3 one for each other rank."""
+    return path.name.endswith("mp_rank_00_model_states.pt")
 
 
 def _completed(found: dict[str, torch.Tensor], models: list[dict[str, Any]], values: _Values) -> dict[str, torch.Tensor]:
@@ -146,7 +150,8 @@ def _with_steps(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_universal(source: Path) -> tuple[Any, Read]:
-    values, models = _Values(), _models_in(source)
+    values, files = _Values(), {path: load_file(path) for path in _model_files(source)}
+    models = [file for path, file in files.items() if _is_first(path)]
     shapes = {name: shape for first in models[:1] for group in first["param_shapes"] for name, shape in group.items()}
     model, states = {}, {}
     for path in sorted(source.glob("zero/*/*.pt")):
@@ -168,9 +173,9 @@ def _open_universal(source: Path) -> tuple[Any, Read]:
         record = load_file(record)
         groups = record["param_groups"]
         names: list[list[str]] = [[] for group in groups for _ in group["params"]]
-        for path in source.glob("*_model_states.pt"):
-            for number, shapes in enumerate(load_file(path).get("param_shapes") or ()):
-                names[number] += [name for name in shapes if name not in names[number]]
+        for file in files.values():
+            for number, group in enumerate(file.get("param_shapes") or ()):
+                names[number] += [name for name in group if name not in names[number]]
         if len(groups) == 1:
             names = [list(states)] + [[] for _ in names[1:]]
         unknown = states.keys() - {name for group in names for name in group}

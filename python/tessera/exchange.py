@@ -20,7 +20,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from numbers import Number
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -211,13 +211,16 @@ def _class_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__name__}"
 
 
+def _warn_of(name: str, value: LeftOut) -> None:
+    warnings.warn(f"[import_checkpoint] '{name}' is left out: its class {_class_name(value)} is not one of PyTorch's", stacklevel=2)
+
+
 def _tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of nested dicts and lists, by names with dots. Warns of objects of classes that are not known."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, LeftOut) and not value:
-        warnings.warn(f"[import_checkpoint] '{name}' is left out: its class {_class_name(value)} is not one of PyTorch's",
-                      stacklevel=2)
+        _warn_of(name, value)
     elif isinstance(value, (Mapping, list, tuple)):
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _tensors_in(item, f"{name}.{key}" if name else str(key))
@@ -337,7 +340,7 @@ def _names_of(groups: list[dict[str, Any]], states: Mapping[Any, Any], given: Se
 
 def _numbers_in(value: Any) -> list[float]:
     return [float(item) for item in (value if isinstance(value, (tuple, list)) else [value])
-            if isinstance(item, Number) or isinstance(item, torch.Tensor) and item.numel() == 1]
+            if isinstance(item, Real) or isinstance(item, torch.Tensor) and item.numel() == 1]
 
 
 def _class_of(options: Mapping[str, list[float]]) -> str:
@@ -378,8 +381,6 @@ def _import_optimizer(optimizer: Mapping[str, Any], model: Mapping[str, torch.Te
               for own, group in zip(options, groups)]
     counts: dict[str, dict[str, int]] = {}
     states = {}
-    for _ in _tensors_in(optimizer["state"], "optimizer"):
-        pass  # warns
     for number, state, value in ((number, *item) for number, values in optimizer["state"].items() for item in values.items()):
         if number not in names and number not in model:
             raise ValueError(f"its optimizer has state of '{number}', which the model has not")
@@ -396,6 +397,8 @@ def _import_optimizer(optimizer: Mapping[str, Any], model: Mapping[str, torch.Te
                 raise ValueError(f"'{state}' of '{name}' must have its shape, {list(model[name].size())}; got {list(value.size())}"
                                  ". Is the optimizer that of another model, or were its parameters in another order?")
             states[name, state] = value
+        elif isinstance(value, LeftOut):
+            _warn_of(f"{state} of {name}", value)
     steps = max((count["step"] for count in counts.values()), default=0)
     return {"kind": kind, "param_groups": groups, "counts": counts, "steps": steps}, states
 

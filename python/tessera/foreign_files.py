@@ -143,20 +143,19 @@ def _open_safetensors(files: list[Path]) -> tuple[dict[str, torch.Tensor], Read]
     return model, lambda value: places[id(value)][0].get_tensor(places[id(value)][1])
 
 
+def _open_pickled(files: list[Path]) -> tuple[dict[str, torch.Tensor], Read]:
+    return {name: value for path in files for name, value in load_file(path).items()}, lambda value: value
+
+
 def _open_trainer(source: Path) -> tuple[Any, Read] | None:
-    for name, read in ((_SAFETENSORS, _open_safetensors), (_PICKLED, None)):
+    for name, read in ((_SAFETENSORS, _open_safetensors), (_PICKLED, _open_pickled)):
         index = source / f"{name}.index.json"
         files = [source / name]
         if not files[0].exists() and index.exists():
             files = [source / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
         if not files[0].exists():
             continue
-        if read:
-            model, value_of = read(files)
-        else:
-            model, value_of = {}, lambda value: value
-            for file in files:
-                model |= load_file(file)
+        model, value_of = read(files)
         state: dict[str, Any] = {"model": model}
         if (source / _OPTIMIZER).exists():
             state["optimizer"] = load_file(source / _OPTIMIZER)

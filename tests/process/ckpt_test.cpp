@@ -127,6 +127,31 @@ TEST_F(Ckpt, InspectTellsOfTheOptimizerAndTheNumbers) {
   EXPECT_GE(summary.at("numbers").at("save"), 1);
 }
 
+TEST_F(Ckpt, LsListsWhatIsThereAndVerbsTakeTheLatest) {
+  for (const std::string name : {"runs/step-2", "runs/step-10"})
+    ASSERT_EQ(ckpt({"import", path("one.safetensors"), path(name), "--quiet"}).status, 0);
+  const auto end = ckpt({"ls", path("runs")});
+  EXPECT_EQ(end.status, 0) << end.err;
+  EXPECT_TRUE(contains(end.out, "\n  step-2 ") && contains(end.out, "\n* step-10 ")) << end.out;
+  EXPECT_TRUE(contains(end.out, " UTC   8.0 kB     1  imported")) << end.out;
+  const json all = json::parse(ckpt({"ls", path("runs"), "--json"}).out);
+  EXPECT_EQ(all.size(), 2u);
+  EXPECT_EQ(all[1].at("path"), path("runs/step-10"));
+  EXPECT_TRUE(all[1].at("latest") == true && all[1].at("bytes") == 8000 &&
+              all[1].at("problem") == "");
+  for (const std::string verb : {"inspect", "verify"}) {
+    const auto latest = ckpt({verb, path("runs")});
+    EXPECT_EQ(latest.status, 0) << latest.err;
+    EXPECT_TRUE(contains(latest.err, "is a series; its latest is '" + path("runs/step-10")))
+        << latest.err;
+  }
+  fs::remove(path("runs/step-2/rank-00000-of-00001.safetensors"));
+  const auto damaged = ckpt({"ls", path("runs")});
+  EXPECT_EQ(damaged.status, 1);
+  EXPECT_TRUE(contains(damaged.out, "    not intact: [checkpoint]")) << damaged.out;
+  EXPECT_EQ(ckpt({"ls", path("none")}).status, 2);
+}
+
 TEST_F(Ckpt, VerifyEndsWithOneIfThereIsDamage) {
   const auto well = ckpt({"verify", path("one")});
   EXPECT_EQ(well.status, 0) << well.err;

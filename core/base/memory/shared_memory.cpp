@@ -89,7 +89,7 @@ int nameless_file(const char* name) {
   return fd < 0 ? ::memfd_create(name, MFD_CLOEXEC) : fd;
 }
 
-// Whoever names it can't have made it up: only processes of this user open its nameless files.
+// Only processes of this user can open its nameless files, so nobody else can offer one.
 bool is_own_nameless_file(int fd) {
   struct stat status {};
   return ::fstat(fd, &status) == 0 && S_ISREG(status.st_mode) && status.st_nlink == 0 &&

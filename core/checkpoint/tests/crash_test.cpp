@@ -57,12 +57,14 @@ class Recording {
   }
   const std::vector<Call>& calls() const { return calls_; }
 
-  // Calls `real`, and adds `call` if that succeeds.
-  template <class Real>
-  static auto around(Call call, Real real) {
+  // Calls `real`, and adds the call that `describe` returns if that succeeds.
+  template <class Describe, class Real>
+  static auto around(Describe describe, Real real) {
     Recording* const recording = current_;
+    if (!recording) return real();
+    Call call = describe();
     const auto is_below = [&](const std::string& path) {
-      return recording && (path + "/").starts_with(recording->root_);
+      return (path + "/").starts_with(recording->root_);
     };
     if (!is_below(call.path)) return real();
     const std::lock_guard lock(recording->mutex_);
@@ -114,41 +116,68 @@ int open(const char* path, int flags, ...) {
   va_end(rest);
   static auto* const real = next<int(const char*, int, ...)>("open");
   if ((flags & O_CREAT) == 0) return real(path, flags, mode);
-  return Recording::around({Call::kCreate, absolute(path), "", (flags & O_TRUNC) != 0},
-                           [&] { return real(path, flags, mode); });
+  return Recording::around(
+      [&] {
+        return Call{Call::kCreate, absolute(path), "", (flags & O_TRUNC) != 0};
+      },
+      [&] { return real(path, flags, mode); });
 }
 ssize_t pwrite(int fd, const void* data, size_t nbytes, off_t offset) {
   static auto* const real = next<ssize_t(int, const void*, size_t, off_t)>("pwrite");
   return Recording::around(
-      {Call::kWrite, path_of(fd), "", offset, {static_cast<const char*>(data), nbytes}},
+      [&] {
+        return Call{
+            Call::kWrite, path_of(fd), "", offset, {static_cast<const char*>(data), nbytes}};
+      },
       [&] { return real(fd, data, nbytes, offset); });
 }
 int ftruncate(int fd, off_t size) noexcept {
   static auto* const real = next<int(int, off_t)>("ftruncate");
-  return Recording::around({Call::kResize, path_of(fd), "", size}, [&] { return real(fd, size); });
+  return Recording::around(
+      [&] {
+        return Call{Call::kResize, path_of(fd), "", size};
+      },
+      [&] { return real(fd, size); });
 }
 int fsync(int fd) {
   static auto* const real = next<int(int)>("fsync");
-  return Recording::around({Call::kSync, path_of(fd), ""}, [&] { return real(fd); });
+  return Recording::around(
+      [&] {
+        return Call{Call::kSync, path_of(fd), ""};
+      },
+      [&] { return real(fd); });
 }
 int rename(const char* from, const char* to) noexcept {
   static auto* const real = next<int(const char*, const char*)>("rename");
-  return Recording::around({Call::kRename, absolute(from), absolute(to)},
-                           [&] { return real(from, to); });
+  return Recording::around(
+      [&] {
+        return Call{Call::kRename, absolute(from), absolute(to)};
+      },
+      [&] { return real(from, to); });
 }
 int renameat2(int at, const char* from, int at_to, const char* to, unsigned flags) noexcept {
   static auto* const real = next<int(int, const char*, int, const char*, unsigned)>("renameat2");
-  return Recording::around({Call::kExchange, absolute(from), absolute(to)},
-                           [&] { return real(at, from, at_to, to, flags); });
+  return Recording::around(
+      [&] {
+        return Call{Call::kExchange, absolute(from), absolute(to)};
+      },
+      [&] { return real(at, from, at_to, to, flags); });
 }
 int mkdir(const char* path, mode_t mode) noexcept {
   static auto* const real = next<int(const char*, mode_t)>("mkdir");
-  return Recording::around({Call::kMakeDirectory, absolute(path), ""},
-                           [&] { return real(path, mode); });
+  return Recording::around(
+      [&] {
+        return Call{Call::kMakeDirectory, absolute(path), ""};
+      },
+      [&] { return real(path, mode); });
 }
 int remove(const char* path) noexcept {
   static auto* const real = next<int(const char*)>("remove");
-  return Recording::around({Call::kRemove, absolute(path), ""}, [&] { return real(path); });
+  return Recording::around(
+      [&] {
+        return Call{Call::kRemove, absolute(path), ""};
+      },
+      [&] { return real(path); });
 }
 
 }  // extern "C"

@@ -5,6 +5,7 @@
 
 #include "checkpoint/directory.h"
 #include "checkpoint/tests/saved_model.h"
+#include "support/error_of.h"
 
 namespace tessera::testing::series_test {
 
@@ -94,6 +95,38 @@ TEST(CheckpointSeries, SavesOfOneSeriesMayBeginAtOnce) {
     saves.push_back(std::async(std::launch::async, save_often, number));
   for (auto& save : saves) EXPECT_NO_THROW(save.get());
   EXPECT_EQ(names_in(scratch.path()), Lines());
+}
+
+TEST(CheckpointSeries, AreListedWithWhatIsWrong) {
+  const ScratchDirectory scratch;
+  const fs::path one = scratch / "one", two = scratch / "two";
+  for (const char* const name : {"step-10", "step-9"}) save(one / name, 0);
+  save(two / "deep" / "step-4", 0);
+  fs::remove(two / "deep" / "step-4" / "rank-00000-of-00001.safetensors");
+  save(two / "best", 0);
+  fs::rename(two / "best", two / "best.old");  // its replacement was interrupted
+  fs::copy(one / "step-9", one / "step-12.tmp");
+  write_text(two / "step-5", "a file");
+  fs::create_directory_symlink(one / "loop-99", one / "loop-99");
+  fs::create_directory_symlink(scratch / "none", one / "gone-100");
+  fs::create_directory_symlink(scratch.path(), two / "up");  // not followed
+  fs::create_directory_symlink(one / "step-9", two / "linked");
+  EXPECT_EQ(latest_checkpoint(one), one / "step-10");
+  std::vector<std::pair<fs::path, bool>> found;
+  for (const ListedCheckpoint& listed : list_checkpoints(scratch.path())) {
+    found.emplace_back(listed.path, listed.is_latest);
+    const bool is_whole = listed.path.filename() != "step-4";
+    EXPECT_EQ(listed.problem.empty(), is_whole) << listed.problem;
+    EXPECT_NE(listed.summary.id, "");
+    if (!is_whole) expect_contains(listed.problem, {"step-4/rank-00000-of-00001.safetensors"});
+  }
+  EXPECT_EQ(found, (std::vector<std::pair<fs::path, bool>>{{one / "step-9", false},
+                                                           {one / "step-10", true},
+                                                           {two / "best", false},
+                                                           {two / "linked", false},
+                                                           {two / "deep" / "step-4", true}}));
+  EXPECT_EQ(list_checkpoints(one / "step-9").size(), 1u);
+  expect_contains(error_of([&] { list_checkpoints(two / "step-5"); }), {"must be a directory"});
 }
 
 }  // namespace tessera::testing::series_test

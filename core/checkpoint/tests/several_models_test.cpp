@@ -1,5 +1,6 @@
 // Several models in one checkpoint, texts, and the best of a series.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <tessera/engine/exponential_average.h>
 
 #include <fstream>
@@ -105,6 +106,40 @@ TEST(SeveralModels, EachIsACheckpointOfItsOwn) {
   });
   for (const char* name : {"first", "second", "average", "plain"})
     EXPECT_EQ(verify_checkpoint(scratch / "both" / name), Lines()) << name;
+}
+
+std::string all_of(const Lines& lines) { return fmt::format("{}", fmt::join(lines, "\n")); }
+
+TEST(SeveralModels, AreAllVerifiedComparedAndCounted) {
+  const ScratchDirectory scratch;
+  run_world(2, [&](World&) {
+    Pair pair(1);
+    for (const char* const name : {"one", "two"}) {
+      pair.train(0, 1);
+      save_checkpoint(scratch / name, pair.models());
+    }
+  });
+  const fs::path one = scratch / "one", two = scratch / "two", second = one / "second";
+  const CheckpointSummary summary = inspect_checkpoint(one);
+  EXPECT_EQ(summary.models, (Lines{"first", "second", "average", "plain"}));
+  EXPECT_GT(summary.nbytes,
+            inspect_checkpoint(one / "first").nbytes + inspect_checkpoint(second).nbytes);
+  EXPECT_EQ(verify_checkpoint(one), Lines());
+  EXPECT_EQ(compare_checkpoints(one, one), Lines());
+  const Lines differences = compare_checkpoints(one, two);
+  for (const std::string name : {"first", "second", "average"})
+    EXPECT_TRUE(std::ranges::any_of(differences, [&](const std::string& line) {
+      return line.starts_with("model '" + name + "', ");
+    })) << name;
+  expect_contains(error_of([&] { reshard_checkpoint(one, scratch / "three", 3); }),
+                  {"has several models, first, second, average, plain", "one/first'"});
+  EXPECT_FALSE(fs::exists(scratch / "three"));
+  EXPECT_EQ(list_checkpoints(scratch.path()).front().problem, "");
+  fs::remove(second / "rank-00001-of-00002.safetensors");
+  expect_contains(all_of(verify_checkpoint(one)), {"one/second/rank-00001"});
+  expect_contains(list_checkpoints(scratch.path()).front().problem, {"one/second/rank-00001"});
+  fs::remove(second / "index.json");
+  expect_contains(all_of(verify_checkpoint(one)), {"one/second"});
 }
 
 TEST(SeveralModels, DifferencesAreRefusedBeforeAnythingChanges) {
