@@ -194,11 +194,11 @@ std::string level_of(const CheckpointSummary& summary) {
 
 std::string row_of(const ListedCheckpoint& listed) {
   const CheckpointSummary& summary = listed.summary;
-  const auto step = summary.numbers.find("step");
-  const std::string steps = step != summary.numbers.end() ? fmt::format("{:g}", step->second)
-                            : summary.optimizer_steps > 0
-                                ? fmt::format("{}", summary.optimizer_steps)
-                                : "";
+  std::string steps;
+  if (const auto step = summary.numbers.find("step"); step != summary.numbers.end())
+    steps = fmt::format("{:g}", step->second);
+  else if (summary.optimizer_steps > 0)
+    steps = std::to_string(summary.optimizer_steps);
   const std::string name = listed.path.filename().string();
   std::string text = fmt::format("{} {:<18} ", listed.is_latest ? '*' : ' ', name);
   if (!summary.id.empty())
@@ -217,6 +217,19 @@ nlohmann::json to_json(const ListedCheckpoint& listed) {
   return result;
 }
 
+void print_table(const std::vector<ListedCheckpoint>& all) {
+  print(fmt::format("  {:<18} {:<20}  {:>7} {:>5}  {:<8} {:>8}\n", "* the latest", "saved", "size",
+                    "ranks", "level", "step"));
+  fs::path directory;
+  for (const ListedCheckpoint& listed : all) {
+    if (listed.path.parent_path() != directory) {
+      directory = listed.path.parent_path();
+      print(directory.string() + "\n");
+    }
+    print(row_of(listed));
+  }
+}
+
 int list(const Arguments& arguments) {
   const std::vector<ListedCheckpoint> all = list_checkpoints(arguments.from);
   if (arguments.json) {
@@ -226,16 +239,7 @@ int list(const Arguments& arguments) {
   } else if (all.empty()) {
     print(fmt::format("no checkpoints in '{}'\n", arguments.from));
   } else {
-    print(fmt::format("  {:<18} {:<20}  {:>7} {:>5}  {:<8} {:>8}\n", "* the latest", "saved",
-                      "size", "ranks", "level", "step"));
-  }
-  fs::path directory;
-  for (const ListedCheckpoint& listed : arguments.json ? std::vector<ListedCheckpoint>() : all) {
-    if (listed.path.parent_path() != directory) {
-      directory = listed.path.parent_path();
-      print(directory.string() + "\n");
-    }
-    print(row_of(listed));
+    print_table(all);
   }
   return std::ranges::all_of(all, [](const auto& each) { return each.problem.empty(); }) ? 0 : 1;
 }

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .foreign_files import Read, load_file
+from .foreign_files import Read, load_file, within
 
 _STATES = "_optim_states.pt"
 
@@ -196,7 +196,7 @@ def open_deepspeed(source: Path) -> tuple[Any, Read] | None:
     """Returns the state dict in a directory of DeepSpeed, with the keys "model" and "optimizer", and a function that reads one
     of its tensors; None for other directories. Of a directory with several steps, the one that it calls the latest."""
     if (source / "latest").is_file():
-        source = source / (source / "latest").read_text().strip()
+        source = within(source, (source / "latest").read_text().strip())
     if (source / "zero").is_dir():
         return _open_universal(source)
     files = sorted(source.glob("*" + _STATES), key=_ranks_of)

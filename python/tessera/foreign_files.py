@@ -80,6 +80,14 @@ def load_file(path: Path) -> Any:
     return _load(path, mmap=zipfile.is_zipfile(path))  # PyTorch before 1.6 wrote other files
 
 
+def within(source: Path, name: Any) -> Path:
+    """Returns the path of a file or directory that one of the files in `source` names."""
+    path = Path(str(name))
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"it names '{path}', which is not in it")
+    return source / path
+
+
 # --- directories of torch.distributed.checkpoint -----------------------------------------------
 
 
@@ -97,6 +105,8 @@ class _Reader(dcp.FileSystemReader):
         metadata = _Pickle.load(io.BytesIO((Path(self.path) / ".metadata").read_bytes()))
         if not isinstance(metadata, dcp.Metadata):
             raise ValueError(f"its .metadata must hold the metadata of DCP; got {type(metadata).__name__}")
+        for name in {place.relative_path for place in metadata.storage_data.values()}:
+            within(Path(self.path), name)
         metadata.storage_meta = dcp.metadata.StorageMeta(load_id=self.load_id)
         return metadata
 
@@ -152,7 +162,7 @@ def _open_trainer(source: Path) -> tuple[Any, Read] | None:
         index = source / f"{name}.index.json"
         files = [source / name]
         if not files[0].exists() and index.exists():
-            files = [source / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+            files = [within(source, file) for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
         if not files[0].exists():
             continue
         model, value_of = read(files)

@@ -138,6 +138,25 @@ def test_pickles_run_no_code(tmp_path):
     assert not (tmp_path / "mark").exists()
 
 
+def test_files_elsewhere_are_not_read(tmp_path):
+    model, optimizer = train_block(names=True)
+    torch.save(model.state_dict(), tmp_path / "secret.bin")
+    for name in ("trainer", "zero", "dcp"):
+        (tmp_path / name).mkdir()
+    index = {"weight_map": dict.fromkeys(NAMES, "../secret.bin")}
+    (tmp_path / "trainer" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (tmp_path / "zero" / "latest").write_text(str(tmp_path))
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    metadata = dcp.FileSystemReader(tmp_path / "dcp").read_metadata()
+    for place in metadata.storage_data.values():
+        place.relative_path = "../dcp/" + place.relative_path
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(metadata))
+    for name in ("trainer", "zero", "dcp"):
+        with pytest.raises(ValueError, match="which is not in it"):
+            import_checkpoint(tmp_path / name, tmp_path / "one")
+    assert not (tmp_path / "one").exists()
+
+
 def test_damaged_files_give_errors():
     pytest.importorskip("safetensors")
     assert foreign_fuzz.main(150) == 0
