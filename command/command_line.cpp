@@ -59,4 +59,12 @@ int run_command_line(CLI::App& app, std::vector<std::string> arguments, const in
   return kNotDone;
 }
 
+// In the units of the ZeRO paper: 1 GB is 1e9 bytes.
+std::string bytes_text(double bytes) {
+  if (bytes >= 1e9) return fmt::format("{:.1f} GB", bytes / 1e9);
+  if (bytes >= 1e6) return fmt::format("{:.1f} MB", bytes / 1e6);
+  if (bytes >= 1e3) return fmt::format("{:.1f} kB", bytes / 1e3);
+  return fmt::format("{:.0f} B", bytes);
+}
+
 }  // namespace tessera::tools

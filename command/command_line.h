@@ -15,4 +15,7 @@ namespace tessera::tools {
 /// arguments name no command, or one that only holds others.
 int run_command_line(CLI::App& app, std::vector<std::string> arguments, const int& exit_code);
 
+/// Returns a number of bytes as text: `24.0 GB`, with 1e9 bytes each.
+std::string bytes_text(double bytes);
+
 }  // namespace tessera::tools

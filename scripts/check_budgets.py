@@ -37,7 +37,7 @@ CAPS = {
     "core/tensor/dist_dispatch.cpp": 550,
     "core/tensor/dist_dispatch.cpp: call_planned": 43,
     "dialects/fairscale/tests/sharded_ddp_test.cpp": 773,
-    "include/tessera/engine/fully_shard.h": 336,
+    "include/tessera/engine/fully_shard.h": 344,
     "interop/pickle_machine.cpp: step": 41,
     "interop/pickle_machine.cpp: wide lines": 3,
     "launcher/job.h: class Job": 16,

@@ -130,6 +130,7 @@ void compare_model(const CheckpointIndex& index, const TensorTable& table, const
     if (!record)
       misfits.add(Misfits::kMissing, fmt::format("buffer '{}'", buffer.name), buffer.name);
   }
+  for (const std::string& name : view.left_out) in_model.insert("buffer/" + name);
   for (const TensorRecord& record : index.tensors) {
     if (!is_of_model(record)) continue;
     for (const std::string& name : record.names) {
@@ -298,7 +299,7 @@ Groups TensorTable::saved_groups() const {
   return groups;
 }
 
-const std::map<std::string, int64_t>& TensorTable::counts_of(const TensorRecord& param) const {
+const std::map<std::string, double>& TensorTable::counts_of(const TensorRecord& param) const {
   return find_or_none(index_.optimizer->counts, param.names.front());
 }
 

@@ -28,7 +28,7 @@ class TensorTable {
   /// Returns the index of the param group in which each parameter was saved, by its first name.
   std::map<std::string, size_t> saved_groups() const;
   /// Returns the optimizer's counts for a parameter.
-  const std::map<std::string, int64_t>& counts_of(const TensorRecord& param) const;
+  const std::map<std::string, double>& counts_of(const TensorRecord& param) const;
 
  private:
   const CheckpointIndex& index_;

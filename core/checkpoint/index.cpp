@@ -24,6 +24,7 @@
 #include "base/files/untrusted.h"
 #include "checkpoint/checksum.h"
 #include "checkpoint/safetensors.h"
+#include "engine/optim/param_state.h"
 
 namespace tessera {
 namespace {
@@ -56,6 +57,19 @@ json to_json_numbers(const std::map<std::string, double>& numbers) {
   json result = json::object();
   for (const auto& [name, value] : numbers) result[name] = to_json_number(value);
   return result;
+}
+
+// Whole counts are whole in the file, too.
+json to_json_counts(const std::map<std::string, double>& counts) {
+  json result = json::object();
+  for (const auto& [name, count] : counts)
+    result[name] = is_whole(count) ? json(static_cast<int64_t>(count)) : to_json_number(count);
+  return result;
+}
+
+double from_json_count(const json& value) {
+  if (!value.is_number_integer()) return from_json_number(value);
+  return static_cast<double>(whole_number(value, "a count", 0, int64_t{1} << 53));
 }
 
 std::map<std::string, double> from_json_numbers(const json& values) {
@@ -114,9 +128,11 @@ json to_json_optimizer(const OptimizerRecord& optimizer) {
   for (const ParamGroupRecord& group : optimizer.param_groups) {
     groups.push_back({{"options", to_json_numbers(group.options)}, {"params", group.params}});
   }
+  json counts = json::object();
+  for (const auto& [name, values] : optimizer.counts) counts[name] = to_json_counts(values);
   return {{"kind", optimizer.kind},
           {"param_groups", std::move(groups)},
-          {"counts", optimizer.counts},
+          {"counts", std::move(counts)},
           {"steps", optimizer.steps}};
 }
 
@@ -126,9 +142,8 @@ OptimizerRecord from_json_optimizer(const json& value) {
   for (const json& item : value.at("param_groups")) {
     optimizer.param_groups.push_back({from_json_numbers(item.at("options")), item.at("params")});
   }
-  optimizer.counts = named_values(value.at("counts"), [](const json& counts) {
-    return named_values(counts, [](const json& count) { return whole_number(count, "a count"); });
-  });
+  optimizer.counts = named_values(
+      value.at("counts"), [](const json& counts) { return named_values(counts, from_json_count); });
   if (value.contains("steps")) optimizer.steps = whole_number(value.at("steps"), "the steps");
   return optimizer;
 }

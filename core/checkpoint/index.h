@@ -53,8 +53,8 @@ struct ParamGroupRecord {
 struct OptimizerRecord {
   std::string kind;  ///< `AdamW`, ...
   std::vector<ParamGroupRecord> param_groups;
-  std::map<std::string, std::map<std::string, int64_t>> counts;  ///< by parameter
-  int64_t steps = 0;                                             ///< taken so far
+  std::map<std::string, std::map<std::string, double>> counts;  ///< by parameter
+  int64_t steps = 0;                                            ///< taken so far
 };
 
 /// The contents of a checkpoint's `index.json`.

@@ -129,6 +129,7 @@ class Loader {
       const TensorRecord* record = reads_.table.find("param", param.name());
       if (!record || !saved.contains(record->names.front())) continue;
       ParamState state{.tensors = {}, .counts = reads_.table.counts_of(*record)};
+      check_counts(*view_.optimizer, state.counts);
       for (const TensorRecord* source : reads_.table.states_of(*record)) {
         if (others.contains(source->state) && !is_dist(tensor)) {
           state.tensors[source->state] = plan_other(tensor, param, *source);

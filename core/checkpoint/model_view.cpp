@@ -193,9 +193,10 @@ ModelView view_of(const ShardedState& state, const ShardedOptimizer* optimizer) 
     view.params.push_back(view_of_whole(slot, Ranks::of(state.mesh()).rank(), /*ranks=*/1, turns));
     view.params.back().is_rank_own = !slot.dist;
   }
-  for (const NamedTensor& buffer : state.buffers().of_module()) {
+  for (const NamedTensor& buffer : state.buffers().saved()) {
     if (buffer.tensor.defined()) view.buffers.push_back(buffer);
   }
+  for (const NamedTensor& buffer : state.buffers().left_out()) view.left_out.insert(buffer.name);
   if (!optimizer) return view;
   TORCH_CHECK_VALUE(
       optimizer->module().state().get() == &state,

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -89,6 +90,7 @@ struct OptimizedParam {
 struct ModelView {
   std::vector<ParamView> params;
   std::vector<NamedTensor> buffers;  ///< ordinary tensors, whole in every process, and DistTensors
+  std::set<std::string> left_out = {};  ///< buffers that are not saved; a file may have them
   torch::optim::Optimizer* optimizer = nullptr;
   std::vector<OptimizedParam> optimized;  ///< in the optimizer's order
 };

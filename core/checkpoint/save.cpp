@@ -183,7 +183,7 @@ std::vector<WholeTensor> plan_whole_model(const ShardedState& state) {
   }
   for (const ParamSlot& slot : ignored_slots(state))
     plan.push_back({contiguous_record("param", slot.names, slot.global_sizes(), slot.dtype), 0});
-  for (const NamedTensor& buffer : state.buffers().of_module()) {
+  for (const NamedTensor& buffer : state.buffers().saved()) {
     if (buffer.tensor.defined()) plan.push_back({record_of(buffer), 0});
   }
   return plan;
@@ -198,7 +198,7 @@ at::Tensor whole_value(const at::Tensor& tensor) {
 template <class F>
 void visit_whole_values(ShardedState& state, F&& visit) {
   for (const ParamSlot& slot : ignored_slots(state)) visit(slot.name(), whole_value(slot.tensor()));
-  for (const NamedTensor& buffer : state.buffers().of_module()) {
+  for (const NamedTensor& buffer : state.buffers().saved()) {
     if (buffer.tensor.defined()) visit(buffer.name, whole_value(buffer.tensor));
   }
   state.visit_whole_units([&](const Unit& unit) {
@@ -366,7 +366,9 @@ SaveJob job_of(const ShardedModule& module, const ShardedOptimizer* optimizer,
   SaveJob job{.ranks = Ranks::of(state.mesh()), .owner = module.state(), .progress = progress};
   job.keep = {options.keep_last, options.keep_best};
   if (state.plan().outer) job.replicas = state.plan().replicate_group;
-  job.buffers = ordinary(state.buffers().all());
+  job.buffers = ordinary(state.buffers().saved().vec());
+  const auto ignored = ordinary(state.buffers().ignored().vec());
+  job.buffers.insert(job.buffers.end(), ignored.begin(), ignored.end());
   if (options.whole_parameters) job.whole = &state;
   job.collect = [&state, optimizer, &options](ChunkCollector& contents) {
     const ModelView view = view_of(state, optimizer);

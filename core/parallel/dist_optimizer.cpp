@@ -59,13 +59,13 @@ void set_learning_rates(torch::optim::Optimizer& optimizer, const at::Tensor& ra
 }
 
 // A count as a tensor on the mesh of `param`, if that is a DistTensor.
-at::Tensor count_tensor(int64_t count, const at::Tensor& param) {
-  const at::Tensor value = at::full({1}, count, at::kLong);
+at::Tensor count_tensor(const std::string& name, double count, const at::Tensor& param) {
+  const at::Tensor value = at::full({1}, count, name == "step" ? at::kLong : at::kDouble);
   return is_dist(param) ? distribute(value, mesh_of(param), {}) : value;
 }
 
-int64_t count_of(const at::Tensor& tensor) {
-  return (is_dist(tensor) ? full_tensor(tensor) : tensor).item<int64_t>();
+double count_of(const at::Tensor& tensor) {
+  return (is_dist(tensor) ? full_tensor(tensor) : tensor).item<double>();
 }
 
 // `value`, placed as `like`.
@@ -135,10 +135,10 @@ at::Tensor cut_part(const ShardedParam& param, const at::Tensor& value) {
 }
 
 // The highest count on any rank: ranks without a part of the parameter have no count.
-int64_t agree_on_count(ProcessGroup& process_group, int64_t count) {
-  const at::Tensor most = at::full({1}, count, at::kLong);
+double agree_on_count(ProcessGroup& process_group, double count) {
+  const at::Tensor most = at::full({1}, count, at::kDouble);
   blocking_all_reduce(process_group, most, ReduceOp::kMax, {"optimizer state", Channel::kControl});
-  return most.item<int64_t>();
+  return most.item<double>();
 }
 
 // The optimizer's parameters in the order of its param groups, with the names that
@@ -204,7 +204,7 @@ StateDict placed_state_dict(torch::optim::Optimizer& optimizer,
     const ParamState state = read_param_state(optimizer, param.tensor);
     for (const auto& [name, tensor] : state.tensors) dict[param.name + "." + name] = tensor;
     for (const auto& [name, count] : state.counts)
-      dict[param.name + "." + name] = count_tensor(count, param.tensor);
+      dict[param.name + "." + name] = count_tensor(name, count, param.tensor);
   }
   return dict;
 }
@@ -248,9 +248,9 @@ StateDict sharded_state_dict(ShardedOptimizer& optimizer, const std::vector<Name
           gather_part(param, it == state.tensors.end() ? at::Tensor() : it->second, tensor.dtype);
     }
     const auto step = state.counts.find("step");
-    const int64_t count = agree_on_count(param.unit.context().mesh.shard(),
-                                         step == state.counts.end() ? -1 : step->second);
-    if (count >= 0) dict[param.name + ".step"] = count_tensor(count, param.slot.tensor());
+    const double count = agree_on_count(param.unit.context().mesh.shard(),
+                                        step == state.counts.end() ? -1 : step->second);
+    if (count >= 0) dict[param.name + ".step"] = count_tensor("step", count, param.slot.tensor());
     if (param.unit.master().exists())
       dict[kMasterWeightsPrefix + param.name] = gather_part(param, part, master_dtype);
   });

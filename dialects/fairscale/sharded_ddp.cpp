@@ -167,6 +167,8 @@ void AnyShardedDataParallel::begin_forward() {
   sharded().begin_forward();
 }
 
+void AnyShardedDataParallel::end_forward() { sharded().end_forward(); }
+
 void AnyShardedDataParallel::join(const std::function<void()>& train) {
   std::vector<JoinedOptimizer> joined;
   for (OssImpl* optimizer : sharding_->optimizers) {

@@ -10,7 +10,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <array>
+#include <cmath>
 #include <cstdio>
 #include <ctime>
 #include <filesystem>
@@ -24,6 +24,7 @@
 #include <system_error>
 #include <vector>
 
+#include "command/command_line.h"
 #include "command/exit_code.h"
 #include "interop/command/interruption.h"
 #include "interop/command/progress_line.h"
@@ -33,6 +34,8 @@ namespace tessera::tools {
 namespace {
 
 namespace fs = std::filesystem;
+
+constexpr size_t kColumns = 80;
 
 constexpr const char* kCkptFooter = R"(
 CKPT is a checkpoint's directory, or one with a series of them, of which the latest is taken.
@@ -82,6 +85,15 @@ void add_quiet(CLI::App* command, Arguments& arguments) {
   command->add_flag("--quiet", arguments.quiet, "Show no progress");
 }
 
+// JSON has no infinities and no NaN: they are text.
+nlohmann::json to_json(const std::map<std::string, double>& numbers) {
+  nlohmann::json result = nlohmann::json::object();
+  for (const auto& [name, value] : numbers)
+    result[name] =
+        std::isfinite(value) ? nlohmann::json(value) : nlohmann::json(fmt::format("{}", value));
+  return result;
+}
+
 nlohmann::json to_json(const CheckpointSummary& summary) {
   nlohmann::json tensors = nlohmann::json::array();
   for (const CheckpointTensor& tensor : summary.tensors) {
@@ -98,7 +110,7 @@ nlohmann::json to_json(const CheckpointSummary& summary) {
           {"bytes", summary.nbytes},
           {"plan", summary.plan},
           {"ranks", summary.ranks},
-          {"numbers", summary.numbers},
+          {"numbers", to_json(summary.numbers)},
           {"texts", summary.texts},
           {"models", summary.models},
           {"optimizer", summary.optimizer},
@@ -114,14 +126,6 @@ void print(const std::string& text) { std::fputs(text.c_str(), stdout); }
 
 std::string time_text(int64_t seconds) {
   return fmt::format("{:%Y-%m-%d %H:%M} UTC", fmt::gmtime(static_cast<std::time_t>(seconds)));
-}
-
-std::string bytes_text(int64_t nbytes) {
-  constexpr std::array kUnits = {"B", "kB", "MB", "GB", "TB", "PB"};
-  double value = static_cast<double>(nbytes);
-  size_t unit = 0;
-  for (; value >= 999.5 && unit + 1 < kUnits.size(); value /= 1000) ++unit;
-  return fmt::format("{:.{}f} {}", value, value < 10 && unit > 0 ? 1 : 0, kUnits[unit]);
 }
 
 // Returns the checkpoint to work with: `path`, or the latest one in it if it is a directory of a
@@ -148,17 +152,40 @@ void add_kinds(const CheckpointSummary& summary, std::string& text) {
     text += fmt::format("{:<7} {:>6} tensors {:>14} bytes\n", kind, sum.first, sum.second);
 }
 
+// Returns text as a line of at most `most` bytes.
+std::string one_line(std::string text, size_t most) {
+  if (text.size() > most) {
+    while (most > 0 && (static_cast<unsigned char>(text[most]) & 0xC0) == 0x80) --most;  // UTF-8
+    text.resize(most);
+  }
+  std::ranges::replace_if(
+      text, [](unsigned char c) { return c < ' ' || c == 0x7F; }, ' ');
+  return text;
+}
+
+std::string row_of(const CheckpointTensor& tensor) {
+  std::string name = fmt::format("{}", fmt::join(tensor.names, " = "));
+  if (!tensor.state.empty()) name += (tensor.kind == "rank" ? " of rank " : " ") + tensor.state;
+  const std::string row =
+      fmt::format("{:<6} {:<7} {:>8} {:>6}  {}", tensor.kind, tensor.dtype,
+                  bytes_text(static_cast<double>(tensor.nbytes)), tensor.pieces, name);
+  const std::string shape = fmt::format("[{}]", fmt::join(tensor.shape, ", "));
+  const bool fits = row.size() + 1 + shape.size() <= kColumns;
+  return fmt::format("{}{}{}\n", row, fits ? " " : "\n" + std::string(34, ' '), shape);
+}
+
 std::string text_of(const CheckpointSummary& summary) {
   std::string text =
       fmt::format("saved by {} ranks ({}), id {}\n", summary.ranks, summary.plan, summary.id);
-  text += fmt::format("at {}, {} in all\n", time_text(summary.saved), bytes_text(summary.nbytes));
+  text += fmt::format("at {}, {} in all\n", time_text(summary.saved),
+                      bytes_text(static_cast<double>(summary.nbytes)));
   if (!summary.models.empty())
     text += fmt::format("models {}: each in a directory of its name\n",
                         fmt::join(summary.models, ", "));
   for (const auto& [name, value] : summary.numbers)
     text += fmt::format("number {} = {}\n", name, value);
   for (const auto& [name, value] : summary.texts)
-    text += fmt::format("text {} = {}\n", name, value.substr(0, 200));
+    text += fmt::format("text {} = {}\n", name, one_line(value, 200));
   if (!summary.optimizer.empty())
     text +=
         fmt::format("optimizer {} after {} steps\n", summary.optimizer, summary.optimizer_steps);
@@ -166,13 +193,8 @@ std::string text_of(const CheckpointSummary& summary) {
   if (summary.schedulers > 0) text += fmt::format("{} schedulers\n", summary.schedulers);
   add_kinds(summary, text);
   text +=
-      fmt::format("\n{:<7} {:<5} {:>14} {:>7}  name [shape]\n", "kind", "dtype", "bytes", "pieces");
-  for (const CheckpointTensor& tensor : summary.tensors) {
-    std::string name = fmt::format("{}", fmt::join(tensor.names, " = "));
-    if (!tensor.state.empty()) name += (tensor.kind == "rank" ? " of rank " : " ") + tensor.state;
-    text += fmt::format("{:<7} {:<5} {:>14} {:>7}  {} [{}]\n", tensor.kind, tensor.dtype,
-                        tensor.nbytes, tensor.pieces, name, fmt::join(tensor.shape, ", "));
-  }
+      fmt::format("\n{:<6} {:<7} {:>8} {:>6}  name [shape]\n", "kind", "dtype", "size", "pieces");
+  for (const CheckpointTensor& tensor : summary.tensors) text += row_of(tensor);
   return text;
 }
 
@@ -203,7 +225,8 @@ std::string row_of(const ListedCheckpoint& listed) {
   std::string text = fmt::format("{} {:<18} ", listed.is_latest ? '*' : ' ', name);
   if (!summary.id.empty())
     text += fmt::format("{}  {:>7} {:>5}  {:<8} {:>8}", time_text(summary.saved),
-                        bytes_text(summary.nbytes), summary.ranks, level_of(summary), steps);
+                        bytes_text(static_cast<double>(summary.nbytes)), summary.ranks,
+                        level_of(summary), steps);
   return text + (listed.problem.empty() ? "\n" : "\n    not intact: " + listed.problem + "\n");
 }
 

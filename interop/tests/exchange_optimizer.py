@@ -154,9 +154,9 @@ def save_others(path):
     for values in state["optimizer"]["state"].values():
         values["step"] = int(values["step"])
     torch.save(state, path("old.pt"))
-    optimizer = torch.optim.NAdam(net.named_parameters())
+    optimizer = torch.optim.Adamax(net.named_parameters())
     train(net, optimizer, 0, 1)
-    torch.save(state_of(net, optimizer), path("nadam.pt"))
+    torch.save(state_of(net, optimizer), path("adamax.pt"))
 
 
 def resume_file(kind, path):

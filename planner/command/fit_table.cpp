@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "command/command_line.h"
 #include "planner/command/plan_table.h"
 
 namespace tessera::tools {

@@ -5,6 +5,8 @@
 #include <functional>
 #include <utility>
 
+#include "command/command_line.h"
+
 namespace tessera::tools {
 namespace {
 
@@ -130,14 +132,6 @@ std::string cut_lines(const PlanReport& report) {
 }
 
 }  // namespace
-
-// In the units of the ZeRO paper: 1 GB is 1e9 bytes.
-std::string bytes_text(double bytes) {
-  if (bytes >= 1e9) return fmt::format("{:.1f} GB", bytes / 1e9);
-  if (bytes >= 1e6) return fmt::format("{:.1f} MB", bytes / 1e6);
-  if (bytes >= 1e3) return fmt::format("{:.1f} kB", bytes / 1e3);
-  return fmt::format("{:.0f} B", bytes);
-}
 
 ordered_json peak_json(const PlannedRank& rank) {
   const MemoryBytes& peak = rank.peak;

@@ -25,9 +25,6 @@ std::string line_of(const std::string& name, const Columns& columns, Cell cell =
   return text + "\n";
 }
 
-/// Returns a number of bytes as text: `24.0 GB`, with 1e9 bytes each.
-std::string bytes_text(double bytes);
-
 /// The first line: the number of parameters, and the ranks.
 std::string plan_heading(const std::vector<ParameterSize>& sizes, const PlanReportOptions& options);
 

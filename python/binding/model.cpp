@@ -4,6 +4,7 @@
 
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -45,10 +46,12 @@ void bind_scope(py::module_& module, const char* name) {
 }
 
 ShardedModule shard(const NamedTensors& parameters, const NamedTensors& buffers,
-                    const py::dict& arguments) {
+                    const py::dict& arguments, const std::set<std::string>& not_saved) {
   const ShardPlan plan = plan_of(arguments);
   const Waiting waiting;
-  return fully_shard(named(parameters), named(buffers), plan);
+  ShardedModule model = fully_shard(named(parameters), named(buffers), plan);
+  model.leave_out_of_checkpoints(not_saved);
+  return model;
 }
 
 double clip_model(ShardedModule& module, double max_norm, double norm_type, double epsilon,
@@ -78,6 +81,7 @@ void bind_model(py::module_& module) {
       .def("keep_unsharded", [](const ShardedModule& model) { return KeepUnshardedScope(model); })
       .def("set_resident_bytes", &ShardedModule::set_resident_bytes)
       .def("begin_forward", &ShardedModule::begin_forward, Waits())
+      .def("end_forward", &ShardedModule::end_forward)
       .def("sync_buffers", &ShardedModule::sync_buffers, py::arg("blocking") = true, Waits())
       .def("reduce", &ShardedModule::reduce, Waits())
       // An undefined tensor is None.

@@ -73,11 +73,11 @@ void PythonOptimizer::write_state(const at::Tensor& param, const Values& values)
   for (const auto& [name, value] : values) {
     py::object before;
     if (!earlier.is_none() && earlier.contains(name)) before = earlier[name.c_str()];
-    const bool is_new_count = !before && value.isInt();
+    const bool is_new_count = !before && (value.isInt() || value.isDouble());
     // torch.optim keeps its counts as tensors.
-    state[name.c_str()] =
-        is_new_count ? py::cast(at::full({}, static_cast<double>(value.toInt()), at::kFloat))
-                     : to_python(value, before);
+    state[name.c_str()] = is_new_count
+                              ? py::cast(at::full({}, value.toScalar().toDouble(), at::kFloat))
+                              : to_python(value, before);
   }
   states[key] = state;
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import mmap
 import os
 import shutil
@@ -40,16 +41,18 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
            "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-# The options and the tensors of state that PyTorch's classes and LibTorch's have alike. Checkpoints have `betas` as `beta1` and
+# The options, the tensors of state and the numbers of state that are in a checkpoint, of PyTorch's classes and LibTorch's. Checkpoints have `betas` as `beta1` and
 # `beta2`.
 _ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad"), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _OPTIMIZERS = {
     "AdamW": _ADAM, "Adam": _ADAM,
     "SGD": (("lr", "momentum", "dampening", "weight_decay", "nesterov"), ("momentum_buffer",)),
     "Adagrad": (("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value"), ("sum",)),
+    "NAdam": (("lr", "betas", "eps", "weight_decay", "momentum_decay", "decoupled_weight_decay"), ("exp_avg", "exp_avg_sq")),
     "RMSprop": (("lr", "momentum", "alpha", "eps", "centered", "weight_decay"), ("square_avg", "momentum_buffer", "grad_avg")),
 }
-_KNOWN = "Adagrad, Adam, AdamW, RMSprop or SGD"
+_KNOWN = "Adagrad, Adam, AdamW, NAdam, RMSprop or SGD"
+_COUNTS = {"NAdam": ("step", "mu_product")}  # of others: step
 
 
 def _rules(rename: Rename) -> list[tuple[str, str, dict[str, str]]]:
@@ -109,8 +112,8 @@ class _Contents:
 def _options_of(kind: str, number: int, stored: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a param group: those of PyTorch's class, with the stored values."""
     if kind not in _OPTIMIZERS:
-        raise NotImplementedError("[export_checkpoint] optimizer state can be exported for Adagrad, Adam, AdamW, RMSprop and "
-                                  f"SGD; the checkpoint has that of {kind}")
+        raise NotImplementedError("[export_checkpoint] optimizer state can be exported for Adagrad, Adam, AdamW, NAdam, RMSprop "
+                                  f"and SGD; the checkpoint has that of {kind}")
     values = {name: float(value) for name, value in stored.items()}
     if "beta1" in values and "beta2" in values:
         values["betas"] = values["beta1"], values["beta2"]
@@ -168,7 +171,7 @@ def export_checkpoint(path: str | os.PathLike, to: str | os.PathLike, *, format:
     `dtype`: of the model's floating tensors; None: as stored. `rename`: rules, in their order: pairs of a regular expression
     and its replacement, in which `$1` is a group, or dicts of whole names. `model_key`, `optimizer_key`: the keys of the two
     state dicts. Without `optimizer_key`, there is no optimizer, and without both, the model's tensors are the dict;
-    `model_key` is `model` beside an optimizer. The optimizer's is for `load_state_dict()`, of Adagrad, Adam, AdamW, RMSprop or
+    `model_key` is `model` beside an optimizer. The optimizer's is for `load_state_dict()`, of Adagrad, Adam, AdamW, NAdam, RMSprop or
     SGD, with the parameters in the order of the param groups; in a directory, as `get_state_dict()` returns it.
     `progress(done, total)`: called with bytes. Memory: one tensor. The output appears when it is complete.
     """
@@ -354,15 +357,20 @@ def _class_of(options: Mapping[str, list[float]]) -> str:
     return kind
 
 
-def _stored_options(kind: str, options: Mapping[str, list[float]]) -> dict[str, float]:
+def _json_number(number: float) -> float | str:
+    """JSON has no infinities and no NaN: they are text."""
+    return number if math.isfinite(number) else str(number)
+
+
+def _stored_options(kind: str, options: Mapping[str, list[float]]) -> dict[str, float | str]:
     if any(options.get("maximize", [])):
-        raise ValueError(f"its optimizer must not have 'maximize', which LibTorch's {kind} has not")
-    stored: dict[str, float] = {}
+        raise ValueError(f"its optimizer must not have 'maximize', which the checkpoint's {kind} has not")
+    stored: dict[str, float | str] = {}
     for name in _OPTIMIZERS[kind][0]:
         values, names = options.get(name, []), ("beta1", "beta2") if name == "betas" else (name,)
         if len(values) != len(names):
             raise ValueError(f"the option '{name}' of {kind} must be {len(names)} number(s); got {len(values)}")
-        stored |= zip(names, values)
+        stored |= zip(names, map(_json_number, values))
     return stored
 
 
@@ -372,24 +380,25 @@ def _import_optimizer(optimizer: Mapping[str, Any], model: Mapping[str, torch.Te
     groups = optimizer["param_groups"]
     if not groups:
         raise ValueError("its optimizer must have param groups")
-    names = _names_of(groups, optimizer["state"], given, ordered, model)
+    saved = optimizer.get("state", {})  # that of SGD without momentum is not in a directory of DCP
+    names = _names_of(groups, saved, given, ordered, model)
     options = [{name: _numbers_in(value) for name, value in group.items() if not name.startswith("param")} for group in groups]
     kind = kind or _class_of(options[0])
     if kind not in _OPTIMIZERS:
         raise ValueError(f"optimizer_class must be {_KNOWN}; got '{kind}'")
     groups = [{"options": _stored_options(kind, own), "params": [names[number] for number in group["params"]]}
               for own, group in zip(options, groups)]
-    counts: dict[str, dict[str, int]] = {}
+    counts: dict[str, dict[str, float]] = {}
     states = {}
-    for number, state, value in ((number, *item) for number, values in optimizer["state"].items() for item in values.items()):
+    for number, state, value in ((number, *item) for number, values in saved.items() for item in values.items()):
         if number not in names and number not in model:
             raise ValueError(f"its optimizer has state of '{number}', which the model has not")
         name = names.get(number, number)
-        if state == "step":
+        if state in _COUNTS.get(kind, ("step",)):
             count = _numbers_in(read(value) if isinstance(value, torch.Tensor) else value)
-            if len(count) != 1 or count[0] < 0 or count[0] % 1:
-                raise ValueError(f"the step of '{name}' must be a count; got {count}")
-            counts[name] = {"step": int(count[0])}
+            if len(count) != 1 or not 0 <= count[0] <= 1 << 53 or (state == "step" and count[0] % 1):
+                raise ValueError(f"the {state} of '{name}' must be a count; got {count}")
+            counts.setdefault(name, {})[state] = count[0] if count[0] % 1 else int(count[0])
         elif isinstance(value, torch.Tensor):
             if state not in _OPTIMIZERS[kind][1]:
                 raise ValueError(f"'{name}' has the state '{state}', which LibTorch's {kind} has not")
@@ -399,7 +408,7 @@ def _import_optimizer(optimizer: Mapping[str, Any], model: Mapping[str, torch.Te
             states[name, state] = value
         elif isinstance(value, LeftOut):
             _warn_of(f"{state} of {name}", value)
-    steps = max((count["step"] for count in counts.values()), default=0)
+    steps = int(max((count.get("step", 0) for count in counts.values()), default=0))
     return {"kind": kind, "param_groups": groups, "counts": counts, "steps": steps}, states
 
 
@@ -457,8 +466,8 @@ def import_checkpoint(source: str | os.PathLike, path: str | os.PathLike, *, ren
     `model_key`: where the model is; empty: beside an optimizer `model` or, without that key, the tensors at the top, else all
     tensors, those of dicts in dicts with dots in their names. `optimizer_key`: where the state dict of an optimizer of
     `torch.optim` is; empty: none is imported. Both may have dots: `optimizer_states.0` is the first in a list. Directories
-    of the Trainer and of DeepSpeed have `model` and `optimizer`. `optimizer_class`: Adagrad, Adam, AdamW, RMSprop or SGD; empty: told from its
-    options.
+    of the Trainer and of DeepSpeed have `model` and `optimizer`. `optimizer_class`: Adagrad, Adam, AdamW,
+    NAdam, RMSprop or SGD; empty: told from its options.
 
     A file without the names of the optimizer's parameters needs one of these: `optimizer_params`, the names in the order in
     which the optimizer was given them; `model_params`, those of `model.named_parameters()`, if each param group has its own

@@ -58,16 +58,18 @@ def gather_in_state_dict(module: nn.Module) -> list:
         submodule._register_state_dict_hook(_gather), submodule.register_load_state_dict_pre_hook(_make_whole))]
 
 
+def not_in_state(module: nn.Module) -> set[str]:
+    """Returns the names of the buffers that are in no state dict."""
+    return {f"{prefix}.{name}" if prefix else name for prefix, submodule in module.named_modules(remove_duplicate=False)
+            for name in submodule._non_persistent_buffers_set}
+
+
 def names_in_state(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     """Yields the names and tensors that a state dict of the module has."""
-    persistent = set()
-    for prefix, submodule in module.named_modules(remove_duplicate=False):
-        for name in submodule._buffers:
-            if name not in submodule._non_persistent_buffers_set:
-                persistent.add(f"{prefix}.{name}" if prefix else name)
+    left_out = not_in_state(module)
     parameters, buffers = named_tensors(module)
     yield from parameters
-    yield from ((name, buffer) for name, buffer in buffers if name in persistent)
+    yield from ((name, buffer) for name, buffer in buffers if name not in left_out)
 
 
 def take_values(module: nn.Module, load: Callable, state_dict: Mapping[str, torch.Tensor], strict: bool):
@@ -184,7 +186,9 @@ class ShardedModule(Wrapper):
         self._model.begin_forward()
         if self._casts_to is not None:
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
-        return self.module(*args, **kwargs)
+        result = self.module(*args, **kwargs)
+        self._model.end_forward()
+        return result
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._casts_to) if tensor.is_floating_point() else tensor
@@ -324,5 +328,5 @@ def fully_shard(module: nn.Module, *, level: str = "p_g_os", group=None, **plan)
     if arguments.get("replicate_group") is not None:
         arguments["replicate_group"] = resolve_group(arguments["replicate_group"])
     parameters, buffers = named_tensors(module)
-    return ShardedModule(module, _C.fully_shard(parameters, buffers, arguments), arguments)
+    return ShardedModule(module, _C.fully_shard(parameters, buffers, arguments, not_in_state(module) & {name for name, _ in buffers}), arguments)
 

@@ -1,5 +1,7 @@
 """Checkpoints of Python load at any number of ranks."""
 
+import json
+
 import pytest
 import torch
 
@@ -122,3 +124,23 @@ def _wrong():
 
 def test_missing_checkpoint(ranks):
     assert all(ranks(2, _wrong))
+
+
+def _derived_buffers(path):
+    net = make_net()
+    net.register_buffer("angles", torch.ones(2), persistent=False)
+    net.block.register_buffer("mask", torch.ones(3), persistent=False)
+    sharded = tessera.fully_shard(net)
+    for name, options in (("parts", {}), ("whole", {"whole_parameters": True})):
+        tessera.save_checkpoint(path / name, sharded, **options)
+    net.angles.fill_(2)
+    assert not tessera.load_checkpoint(path / "parts", sharded).missing
+    assert net.angles.tolist() == [2, 2]
+    return sorted(sharded.state_dict())
+
+
+def test_buffers_that_are_not_persistent_are_left_out(ranks, tmp_path):
+    names = ranks(2, _derived_buffers, tmp_path)[0]
+    for name in ("parts", "whole"):
+        tensors = json.loads(tessera._C.CheckpointTensors(tmp_path / name, False, [], None, None).index())["tensors"]
+        assert sorted(own for tensor in tensors if tensor["kind"] in ("param", "buffer", "tensor") for own in tensor["names"]) == names

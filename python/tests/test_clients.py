@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "python"
 
@@ -47,6 +48,15 @@ def test_trainer(tmp_path, size, arguments):
     print("transformers", _need("transformers"), "accelerate", _need("accelerate"))
     _compare("trainer_hf.py", size, tmp_path, ["--plain"], *arguments)
     assert (tmp_path / "sharded" / "checkpoint-8" / "config.json").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["GPT-2", "Llama", "Qwen2", "Gemma", "BERT", "T5", "Mixtral"])
+def test_models_come_and_go(tmp_path, kind, dtype):
+    _need("transformers")
+    from hugging_face_models import convert
+
+    assert convert(os.environ["TESSERA_CLI"], kind, getattr(torch, dtype), tmp_path) > 1
 
 
 @pytest.mark.parametrize("size, arguments", [(1, []), (2, []), (2, ["--bf16"]), (2, ["--level", "os"])])

@@ -174,12 +174,12 @@ def test_what_is_not_known_for_sure_is_refused(files, tmp_path):
     assert "leave optimizer_params and model_params out" in error("SGD.dcp", **IN_DIRECTORY, optimizer_params=NAMELESS)
     assert "need optimizer_key" in error("AdamW.pt", optimizer_params=ORDER)
     assert "need optimizer_key" in error("AdamW.pt", optimizer_class="SGD")
-    assert "Adagrad, Adam, AdamW, RMSprop or SGD" in (text := error("nadam.pt", **IN_FILE)) and "momentum_decay" in text
+    assert "Adagrad, Adam, AdamW, NAdam, RMSprop or SGD" in (text := error("adamax.pt", **IN_FILE)) and "eps" in text
     assert "Adam or AdamW" in (text := error("old.pt", **IN_FILE)) and "optimizer_class" in text
     assert "it has no 'optim'" in error("AdamW.pt", optimizer_key="optim")
     assert "no tensors under the key 'net'" in error("AdamW.pt", model_key="net")
     assert "'momentum' of SGD" in error("AdamW.pt", **IN_FILE, optimizer_class="SGD")
-    assert "optimizer_class must be" in error("AdamW.pt", **IN_FILE, optimizer_class="NAdam")
+    assert "optimizer_class must be" in error("AdamW.pt", **IN_FILE, optimizer_class="Adamax")
     state = torch.load(files / "SGD.pt", weights_only=True)
     state["optimizer"]["param_groups"][0]["maximize"] = True
     torch.save(state, tmp_path / "maximize.pt")

@@ -122,7 +122,9 @@ inline std::map<std::string, torch::Tensor> read_all(const std::filesystem::path
   if (!index.contains("optimizer")) return all;
   for (const auto& [name, counts] : index.at("optimizer").at("counts").items()) {
     for (const auto& [count, value] : counts.items()) {
-      all["state/" + count + "/" + name] = torch::tensor(value.get<int64_t>());
+      all["state/" + count + "/" + name] = value.is_number_integer()
+                                               ? torch::tensor(value.get<int64_t>())
+                                               : torch::tensor(value.get<double>());
     }
   }
   return all;

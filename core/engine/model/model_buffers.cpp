@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <tessera/init/deferred_init.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -46,6 +47,13 @@ ModelBuffers::ModelBuffers(std::vector<NamedTensor> of_module,
                            const std::vector<NamedTensor>& ignored)
     : all_(std::move(of_module)), module_count_(all_.size()) {
   all_.insert(all_.end(), ignored.begin(), ignored.end());
+}
+
+void ModelBuffers::leave_out(const std::set<std::string>& names) {
+  const auto end = all_.begin() + static_cast<std::ptrdiff_t>(module_count_);
+  const auto first_out = std::stable_partition(
+      all_.begin(), end, [&](const NamedTensor& buffer) { return !names.contains(buffer.name); });
+  saved_count_ = static_cast<size_t>(first_out - all_.begin());
 }
 
 void ModelBuffers::convert(const ShardPlan& plan) {

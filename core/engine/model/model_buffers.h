@@ -4,6 +4,8 @@
 #include <tessera/engine/fully_shard.h>
 
 #include <functional>
+#include <set>
+#include <string>
 #include <vector>
 
 #include "tensor/shard_mesh.h"
@@ -20,9 +22,15 @@ class ModelBuffers {
   c10::ArrayRef<NamedTensor> of_module() const {
     return c10::ArrayRef<NamedTensor>(all_).slice(0, module_count_);
   }
+  /// The module's buffers that checkpoints have, and the others.
+  c10::ArrayRef<NamedTensor> saved() const { return of_module().slice(0, saved_count_); }
+  c10::ArrayRef<NamedTensor> left_out() const { return of_module().slice(saved_count_); }
   c10::ArrayRef<NamedTensor> ignored() const {
     return c10::ArrayRef<NamedTensor>(all_).slice(module_count_);
   }
+
+  /// Leaves buffers with these names out of checkpoints.
+  void leave_out(const std::set<std::string>& names);
 
   /// Gives tensors of a deferred init memory, and all the device and dtype that the plan has for
   /// them.
@@ -38,7 +46,7 @@ class ModelBuffers {
 
  private:
   std::vector<NamedTensor> all_;
-  size_t module_count_;
+  size_t module_count_, saved_count_ = module_count_;
   std::function<void()> arriving_;  // waits for values; null: none are sent
 };
 

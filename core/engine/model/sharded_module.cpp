@@ -75,9 +75,22 @@ void ShardedModule::begin_forward() {
   sync_buffers();
 }
 
+void ShardedModule::end_forward() {
+  if (Progress* const progress = state()->context().progress) progress->enter(Phase::kUserCode);
+}
+
 void ShardedModule::sync_buffers(bool blocking) {
   state()->buffers().start_sync(state()->mesh());
   if (blocking) state()->buffers().finish_sync();
+}
+
+void ShardedModule::leave_out_of_checkpoints(const std::set<std::string>& buffers) {
+  std::set<std::string> unknown = buffers;
+  for (const NamedTensor& buffer : state()->buffers().of_module()) unknown.erase(buffer.name);
+  TORCH_CHECK_VALUE(unknown.empty(),
+                    "[leave_out_of_checkpoints] the names must be those of buffers; none is '",
+                    *unknown.begin(), "'");
+  state()->buffers().leave_out(buffers);
 }
 
 void ShardedModule::reduce() {

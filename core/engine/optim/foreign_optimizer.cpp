@@ -23,20 +23,14 @@ std::vector<torch::optim::OptimizerParamGroup> make_groups(
 }
 
 bool is_count(const std::string& name, const c10::IValue& value, const at::Tensor& param) {
-  if (value.isInt() || value.isBool()) return true;
+  if (value.isInt() || value.isBool() || value.isDouble()) return true;
   // A parameter may have a single element, too.
   return value.isTensor() && value.toTensor().numel() == 1 && !is_scale(name) &&
          (name == "step" || value.toTensor().sizes() != param.sizes());
 }
 
-int64_t to_count(const std::string& name, const c10::IValue& value) {
-  const double number =
-      value.isTensor() ? value.toTensor().item<double>() : value.toScalar().toDouble();
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      number == static_cast<double>(static_cast<int64_t>(number)),
-      "[tessera] numbers in an optimizer's state must be whole to be stored in a checkpoint; '",
-      name, "' is ", number, ". Use full_state_dict() for this class");
-  return static_cast<int64_t>(number);
+double to_number(const c10::IValue& value) {
+  return value.isTensor() ? value.toTensor().item<double>() : value.toScalar().toDouble();
 }
 
 }  // namespace
@@ -72,7 +66,7 @@ ParamState foreign_param_state(const ForeignOptimizer& optimizer, const at::Tens
   for (const auto& [name, value] : optimizer.read_state(param)) {
     if (value.isNone()) continue;
     if (is_count(name, value, param)) {
-      state.counts[name] = to_count(name, value);
+      state.counts[name] = to_number(value);
       continue;
     }
     TORCH_CHECK_NOT_IMPLEMENTED(value.isTensor(),
@@ -100,7 +94,13 @@ int64_t foreign_state_nbytes(const ForeignOptimizer& optimizer) {
 ForeignOptimizer::Values values_of(const ParamState& state) {
   ForeignOptimizer::Values values;
   for (const auto& [name, tensor] : state.tensors) values[name] = tensor;
-  for (const auto& [name, count] : state.counts) values[name] = count;
+  for (const auto& [name, count] : state.counts) {
+    if (is_whole(count)) {
+      values[name] = static_cast<int64_t>(count);
+    } else {
+      values[name] = count;
+    }
+  }
   return values;
 }
 

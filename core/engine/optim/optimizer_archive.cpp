@@ -251,7 +251,7 @@ static void load_described(InputArchive& archive, torch::optim::Optimizer& optim
             state.tensors[name] = value.toTensor();
           } else {
             state.counts[name] =
-                value.isTensor() ? value.toTensor().item<int64_t>() : value.toInt();
+                value.isTensor() ? value.toTensor().item<double>() : value.toScalar().toDouble();
           }
         }
         write_param_state(optimizer, param, state);

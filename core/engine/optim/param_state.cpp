@@ -73,6 +73,14 @@ bool knows_state(const torch::optim::Optimizer& optimizer) {
   return as_foreign(optimizer) || with_kind(optimizer, [](auto) {});
 }
 
+void check_counts(const torch::optim::Optimizer& optimizer,
+                  const std::map<std::string, double>& counts) {
+  if (as_foreign(optimizer)) return;
+  for (const auto& [name, count] : counts)
+    TORCH_CHECK_VALUE(is_whole(count), "[tessera] '", name,
+                      "' in the state of this optimizer must be a whole number; got ", count);
+}
+
 ParamState read_param_state(const torch::optim::Optimizer& optimizer, const at::Tensor& param) {
   if (const auto* foreign = as_foreign(optimizer)) return foreign_param_state(*foreign, param);
   ParamState result;
@@ -85,7 +93,7 @@ ParamState read_param_state(const torch::optim::Optimizer& optimizer, const at::
         [&](const char* name, const at::Tensor& tensor) {
           if (tensor.defined()) result.tensors[name] = tensor;
         },
-        [&](const char* name, int64_t count) { result.counts[name] = count; });
+        [&](const char* name, int64_t count) { result.counts[name] = static_cast<double>(count); });
   });
   return result;
 }
@@ -103,7 +111,7 @@ void write_param_state(torch::optim::Optimizer& optimizer, const at::Tensor& par
         },
         [&](const char* name, int64_t& count) {
           const auto it = source.counts.find(name);
-          if (it != source.counts.end()) count = it->second;
+          if (it != source.counts.end()) count = static_cast<int64_t>(it->second);
         });
     optimizer.state()[param.unsafeGetTensorImpl()] = std::move(state);
   });

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -24,10 +25,21 @@ namespace tessera {
 struct ParamState {
   /// They have the shapes that `state_sizes()` says, but for `other_shapes()`.
   std::map<std::string, at::Tensor> tensors;
-  std::map<std::string, int64_t> counts;  ///< such as `step`
+  std::map<std::string, double>
+      counts;  ///< such as `step`; other numbers, such as `mu_product`, too
 
   int64_t nbytes() const;  ///< of the tensors
 };
+
+/// Returns true for whole numbers that a double has exactly.
+inline bool is_whole(double number) {
+  return number == std::trunc(number) && std::abs(number) <= 0x1p53;
+}
+
+/// Throws `c10::ValueError` unless an optimizer can have these `counts`: only one of another
+/// language has some that are not whole.
+void check_counts(const torch::optim::Optimizer& optimizer,
+                  const std::map<std::string, double>& counts);
 
 /// Returns the state of a parameter; empty if it has none. Throws `c10::NotImplementedError` for an
 /// optimizer other than a `ForeignOptimizer`, `CPUAdam`, `Muon`, LibTorch's Adagrad, Adam, AdamW,

@@ -77,6 +77,7 @@ class Ddp final : public fairscale::AnyShardedDataParallel {
 
   using AnyShardedDataParallel::begin_forward;
   using AnyShardedDataParallel::convert;
+  using AnyShardedDataParallel::end_forward;
 
  private:
   static std::vector<fairscale::AnyOss*> pointers(
@@ -137,6 +138,7 @@ void bind_fairscale(py::module_& module) {
   py::class_<Ddp, std::shared_ptr<Ddp>>(module, "ShardedDataParallel")
       .def(py::init(&make_ddp), Waits())
       .def("begin_forward", &Ddp::begin_forward, Waits())
+      .def("end_forward", &Ddp::end_forward)
       .def("convert", &Ddp::convert, Waits())
       .def("reduce", &Ddp::reduce, Waits())
       .def("sync_buffers", &Ddp::sync_buffers, Waits())

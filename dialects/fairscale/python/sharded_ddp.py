@@ -65,7 +65,9 @@ class ShardedDataParallel(Wrapper):
         if self._ddp is None:
             self._build()
         self._ddp.begin_forward()
-        return self.module(*inputs, **kwargs)
+        result = self.module(*inputs, **kwargs)
+        self._ddp.end_forward()
+        return result
 
     def __getitem__(self, key):
         return self.module[key]

@@ -1,12 +1,14 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <tessera/engine/forward_scope.h>
 #include <tessera/engine/shard_plan.h>
 #include <tessera/export.h>
 #include <tessera/tensor/nested_tensors.h>
 
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -109,9 +111,17 @@ class TESSERA_API ShardedModule {
   /// next backward warns if ranks have made different numbers.
   void begin_forward();
 
+  /// Says that the caller's code runs again. The wrapper calls this after a forward that returns.
+  void end_forward();
+
   /// Copies rank 0's buffers to all ranks. Collective. If not `blocking`, the values may arrive as
   /// late as the next forward through the wrapper begins, or this is called again.
   void sync_buffers(bool blocking = true);
+
+  /// Leaves the buffers with these names out of checkpoints; a load neither needs nor refuses
+  /// them. Not collective, but all ranks must give the same names. Throws `c10::ValueError` for a
+  /// name that no buffer has.
+  void leave_out_of_checkpoints(const std::set<std::string>& buffers);
 
   /// Reduces the gradients that were accumulated under `no_sync()`, as the next backward outside of
   /// it would. Collective. Throws on every rank if no rank has any.
@@ -246,7 +256,7 @@ class Sharded : public ShardedModule {
   /// buffers, and converts floating tensors to `precision.param_dtype`.
   template <class... Args>
   decltype(auto) forward(Args&&... args) {
-    begin_forward();
+    const detail::ForwardScope<ShardedModule> scope(*this);
     if (!casts_inputs()) return module_->forward(std::forward<Args>(args)...);
     if constexpr (requires { module_->forward(cast_input(std::forward<Args>(args))...); }) {
       return module_->forward(cast_input(std::forward<Args>(args))...);

@@ -142,7 +142,7 @@ class _Root:
         for _, parameter, _ in parameters:
             if not isinstance(parameter.__dict__.get(_REGISTER), GradHooks):
                 setattr(parameter, _REGISTER, GradHooks(parameter, call_at_end))
-        model = _C.fully_shard([(name, parameter) for name, parameter, _ in parameters], [], arguments)
+        model = _C.fully_shard([(name, parameter) for name, parameter, _ in parameters], [], arguments, set())
         self.models.append(model)
         shown, layout = weakref.ref(model), dcp.Layout(arguments)
         for block, unit in units.items():
@@ -268,6 +268,9 @@ def _before_forward(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
 
 def _after_forward(module: nn.Module, _, output):
     block = _block_of(module)
+    if module in block.root.block.modules and torch._C._current_graph_task_id() == -1:
+        for model in block.root.models:
+            model.end_forward()
     if block.is_held:
         block.root.hold([block], False)
     return output if block.policy.output_dtype is None else _cast(output, block.policy.output_dtype)

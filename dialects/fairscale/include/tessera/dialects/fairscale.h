@@ -199,6 +199,7 @@ class TESSERA_API AnyShardedDataParallel {
                          const ShardedDataParallelOptions& options);
   ~AnyShardedDataParallel();
   void begin_forward();
+  void end_forward();
   void convert(std::optional<at::Device> device, std::optional<at::ScalarType> dtype,
                bool non_blocking);
 
@@ -242,7 +243,7 @@ class ShardedDataParallel final : public AnyShardedDataParallel {
   /// Calls the module's own `forward`, with any arguments that it takes.
   template <class... Args>
   decltype(auto) forward(Args&&... args) {
-    begin_forward();
+    const tessera::detail::ForwardScope<ShardedDataParallel> scope(*this);
     return net_->forward(std::forward<Args>(args)...);
   }
   template <class... Args>
@@ -269,6 +270,8 @@ class ShardedDataParallel final : public AnyShardedDataParallel {
   }
 
  private:
+  friend class tessera::detail::ForwardScope<ShardedDataParallel>;
+
   std::shared_ptr<Module> net_;
 };
 
