@@ -322,6 +322,7 @@ void Job::finish_output() {
   for (RankEnd& end : end_.ranks) {
     const Rank& rank = ranks_[end.rank - setup_.assignment.first_rank];
     end.last_lines.assign(rank.err->last_lines().begin(), rank.err->last_lines().end());
+    end.ends_the_output = rank.err->ends_the_output();
     end.has_last_words = !end.by_launcher || rank.err->bytes() > rank.bytes_before_failure;
   }
 }

@@ -19,6 +19,7 @@ struct RankEnd {
   bool by_launcher = false;      ///< the launcher had ended the ranks before
   bool has_last_words = true;    ///< false: it wrote nothing to stderr after the first failure
   std::vector<std::string> last_lines;  ///< of its stderr, oldest first
+  bool ends_the_output = false;         ///< nothing was shown after its last line
 
   bool failed() const { return killed || status != 0; }
   /// Returns the exit status that a shell would show.

@@ -20,7 +20,8 @@ void say_lines(Terminal& terminal, const std::vector<std::string>& lines, size_t
 }
 
 void say_cause(Terminal& terminal, const Cause& cause) {
-  if (cause.rank != nullptr && !cause.rank->last_lines.empty()) {
+  const bool hidden = cause.rank && !cause.rank->ends_the_output;
+  if (hidden && !cause.rank->last_lines.empty()) {
     say(terminal, fmt::format("the last lines that rank {} wrote to stderr:", cause.rank->rank));
     say_lines(terminal, cause.rank->last_lines, cause.rank->last_lines.size());
   }

@@ -82,7 +82,8 @@ void RankStream::feed(std::string_view data) {
 }
 
 void RankStream::end_line(std::string_view line, char end) {
-  if (!line.starts_with(kFrame)) last_lines_.emplace_back(line.substr(0, kBytesKeptOfLine));
+  after_frame_ = line.starts_with(kFrame);
+  if (!after_frame_) last_lines_.emplace_back(line.substr(0, kBytesKeptOfLine));
   if (last_lines_.size() > kLinesKept) last_lines_.pop_front();
   if (options_.on_line) {
     options_.on_line(line);

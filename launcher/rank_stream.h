@@ -45,6 +45,8 @@ class RankStream {
 
   /// Returns the last lines, oldest first, without stack frames.
   const std::deque<std::string>& last_lines() const { return last_lines_; }
+  /// Returns true if nothing was shown after the last of them.
+  bool ends_the_output() const { return terminal_.last_source() == this && !after_frame_; }
 
  private:
   void feed(std::string_view data);
@@ -60,7 +62,7 @@ class RankStream {
   std::vector<char> buffer_ = std::vector<char>(64 << 10);
   std::string partial_line_;
   size_t bytes_ = 0;
-  bool after_return_ = false;
+  bool after_return_ = false, after_frame_ = false;
   std::deque<std::string> last_lines_;
 };
 

@@ -35,6 +35,7 @@ void Terminal::write_from(const void* source, int fd, std::string_view text) {
   if (text.empty()) return;
   if (open_line_ != nullptr && open_line_ != source) write(open_line_fd_, "\n");
   write(fd, text);
+  last_source_ = source;
   open_line_ = text.back() == '\r' ? source : nullptr;
   open_line_fd_ = fd;
 }

@@ -17,6 +17,9 @@ class Terminal {
   /// Queues text that no other source may continue: ends a line that `source` did not begin.
   void write_from(const void* source, int fd, std::string_view text);
 
+  /// Returns the source of the text that was queued last; null if it was none.
+  const void* last_source() const { return last_source_; }
+
   bool pending() const { return !queue_.empty(); }
   /// Returns true if so much is queued that the ranks should wait.
   bool full() const { return queued_bytes_ >= 1 << 20; }
@@ -45,6 +48,7 @@ class Terminal {
   bool broken_ = false;
   const void* open_line_ = nullptr;  ///< the source whose last text ended with a carriage return
   int open_line_fd_ = -1;
+  const void* last_source_ = nullptr;
 };
 
 }  // namespace tessera::tools

@@ -152,7 +152,8 @@ void ChunkReader::read_stored(const TensorRecord& tensor, const Region& region, 
 at::Tensor ChunkReader::read_reordered(const TensorRecord& tensor, at::IntArrayRef strides) {
   const int64_t numel = tensor.numel();
   const auto dtype = scalar_type_of(tensor.dtype);
-  const at::Tensor stored = at::empty({numel}, dtype);
+  at::Tensor stored;  // a sparse file may say that it has more than there is memory
+  naming_part("'" + path_ + "': " + tensor.id(), [&] { stored = at::empty({numel}, dtype); });
   read_stored(tensor, {0, numel}, stored.mutable_data_ptr());
   if (is_same_order(tensor.shape, strides, tensor.strides)) return stored;
   at::Tensor ordered = at::empty_strided(tensor.shape, strides, dtype);

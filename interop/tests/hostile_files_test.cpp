@@ -203,6 +203,18 @@ TEST(HostileSafetensors, HeadersThatNestDeeplyOrAreTooLongAreRefused) {
                   {file, "header"});
 }
 
+TEST(HostileSafetensors, ATerabyteOfHolesIsRefused) {
+  const ScratchDirectory scratch;
+  const fs::path file = scratch / "a.safetensors";
+  constexpr int64_t kTerabyte = int64_t{1} << 40;
+  const json header = {{"a", entry("U8", {kTerabyte}, {0, kTerabyte})}};
+  write_safetensors(file, header.dump(), 0);
+  fs::resize_file(file, fs::file_size(file) + kTerabyte);
+  expect_contains(quick_error_of([&] { import_checkpoint(file, scratch / "one"); }),
+                  {file, "tensor/a", "memory"});
+  EXPECT_FALSE(fs::exists(scratch / "one"));
+}
+
 TEST(HostileSafetensors, ManyNamesTakeNoTime) {
   const ScratchDirectory scratch;
   json header;

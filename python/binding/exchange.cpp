@@ -1,5 +1,6 @@
 // What exchange.py needs of the library: a checkpoint's tensors, one by one, in both directions.
 #include <tessera/interop/exchange.h>
+#include <tessera/interop/load_safetensors.h>
 
 #include <cstddef>
 #include <filesystem>
@@ -9,6 +10,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "binding.h"
@@ -38,6 +40,18 @@ void bind_exchange(py::module_& module) {
       }))
       .def("index", &CheckpointTensors::index)
       .def("read", &CheckpointTensors::read, Waits());
+  module.def(
+      "load_safetensors",
+      [](const Path& path, ShardedModule& model, const std::vector<Rule>& rename,
+         const std::vector<std::string>& transpose, bool allow_missing, bool allow_unexpected) {
+        LoadedTensors loaded = load_safetensors(path, model,
+                                                {.rename = rules_of(rename),
+                                                 .transpose = transpose,
+                                                 .allow_missing = allow_missing,
+                                                 .allow_unexpected = allow_unexpected});
+        return std::pair(std::move(loaded.missing), std::move(loaded.unexpected));
+      },
+      Waits());
   module.def(
       "import_tensors",
       [](const std::string& index, const std::function<at::Tensor(size_t)>& read, const Path& path,

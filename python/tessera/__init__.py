@@ -14,8 +14,8 @@ The engine is the C++ library Tessera. See docs/guide/python.md.
 import torch  # first: the process has one LibTorch
 
 from . import _C
-from .checkpoint import (AsyncCheckpointer, best_checkpoint, latest_checkpoint, load_checkpoint, load_state_dict, save_checkpoint,
-                         save_state_dict)
+from .checkpoint import (AsyncCheckpointer, best_checkpoint, latest_checkpoint, load_checkpoint, load_safetensors, load_state_dict,
+                         save_checkpoint, save_state_dict)
 from .compile import inductor
 from .cpu_adam import CPUAdam
 from .deferred_init import DeferredInit, is_deferred, materialize
@@ -44,7 +44,7 @@ __all__ = [
     "ShardedOptimizer", "StrictOperators", "balance_sequence", "best_checkpoint", "check_schedule", "cut_stages",
     "dist_empty", "dist_full", "dist_ones", "dist_rand", "dist_randn", "dist_zeros", "distribute", "distribute_",
     "distribute_module", "from_local", "full_tensor", "fully_shard", "inductor", "init", "is_deferred", "is_dist",
-    "is_initialized", "latest_checkpoint", "load_checkpoint", "load_state_dict", "local_map", "materialize", "mesh_of",
+    "is_initialized", "latest_checkpoint", "load_checkpoint", "load_safetensors", "load_state_dict", "local_map", "materialize", "mesh_of",
     "muon_cuts", "muon_groups", "new_group", "parallelize_module",
     "pipeline_schedule", "placements_of", "plan", "rank", "redistribute", "register_rule", "save_checkpoint",
     "save_state_dict", "shutdown", "size", "spawn", "stage_meshes", "to_local", "unbalance_sequence", "unwrap",

@@ -104,6 +104,20 @@ def best_checkpoint(directory: str | os.PathLike, number: str, *, highest: bool 
     return _C.best_checkpoint(Path(directory), number, highest)
 
 
+def rules_of(rename: Sequence[tuple[str, str] | Mapping[str, str]]) -> list[tuple[str, str, dict[str, str]]]:
+    return [("", "", dict(rule)) if isinstance(rule, Mapping) else (*rule, {}) for rule in rename]
+
+
+def load_safetensors(path: str | os.PathLike, model: ShardedModule, *,
+                     rename: Sequence[tuple[str, str] | Mapping[str, str]] = (), transpose: Sequence[str] = (),
+                     allow_missing: bool = False, allow_unexpected: bool = False) -> tuple[list[str], list[str]]:
+    """Reads parameters and buffers from a safetensors or `torch.save` file, or a directory of Hugging Face, each rank the bytes
+    of its shards. Collective. `rename`: pairs of a regular expression and its replacement, in which `$1` is a group, or dicts of
+    whole names; `transpose`: regular expressions for whole new names. Returns the names that the files lack, and those that
+    the model lacks, which must be allowed."""
+    return _C.load_safetensors(Path(path), model._model, rules_of(rename), list(transpose), allow_missing, allow_unexpected)
+
+
 class AsyncCheckpointer:
     """Saves checkpoints in the background while training goes on. A save blocks while this rank's data is copied;
     errors of writing are raised by the next `save()` or `wait()`, on all ranks.

@@ -30,6 +30,7 @@ import torch.distributed.checkpoint as dcp
 from torch.utils._pytree import tree_leaves
 
 from . import _C
+from .checkpoint import rules_of
 from .foreign_files import LeftOut, open_files, plain_errors, value_at
 
 Rename = Sequence[tuple[str, str] | Mapping[str, str]]
@@ -55,10 +56,6 @@ _KNOWN = "Adagrad, Adam, AdamW, NAdam, RMSprop or SGD"
 _COUNTS = {"NAdam": ("step", "mu_product")}  # of others: step
 
 
-def _rules(rename: Rename) -> list[tuple[str, str, dict[str, str]]]:
-    return [("", "", dict(rule)) if isinstance(rule, Mapping) else (*rule, {}) for rule in rename]
-
-
 # --- export ------------------------------------------------------------------------------------
 
 
@@ -66,7 +63,7 @@ class _Contents:
     """A checkpoint as the state dicts that PyTorch's tools write, with stand-ins for its tensors."""
 
     def __init__(self, path: Path, with_state: bool, rename: Rename, dtype: torch.dtype | None, progress: Progress):
-        self._tensors = _C.CheckpointTensors(path, with_state, _rules(rename), dtype, progress)
+        self._tensors = _C.CheckpointTensors(path, with_state, rules_of(rename), dtype, progress)
         self._index = json.loads(self._tensors.index())
         self._numbers: dict[int, int] = {}  # by the id of the stand-in
         self._number, self._value = -1, torch.empty(0)  # that was read last
@@ -450,7 +447,7 @@ def _import(source: Path, path: Path, rename: Rename, transpose: Sequence[str], 
     index["tensors"] = [
         {"kind": kind, "state": state, "names": same, "dtype": _NAMES.get(value.dtype, str(value.dtype)), "shape": value.size(),
          "strides": torch.empty(value.size(), device="meta").stride(), "chunks": []} for kind, state, same, value in stored]
-    _C.import_tensors(json.dumps(index), lambda number: read(stored[number][3]), path, _rules(rename), list(transpose),
+    _C.import_tensors(json.dumps(index), lambda number: read(stored[number][3]), path, rules_of(rename), list(transpose),
                       progress)
 
 

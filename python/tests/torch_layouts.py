@@ -3,13 +3,16 @@
     torch_layouts.py [--ranks N ...] [--systems NAME ...] [--optimizers NAME ...]     prints a line for each
 
 Each job trains, saves with `torch.distributed.checkpoint` and goes on. Its directory is imported by `tessera.exchange`, and read
-by `dcp.load` into a sharded module; both must have its values to the bit, and losses as its own. An export of the
-imported checkpoint, and what a sharded module saves with `dcp.save`, then go on as FSDP2 and as DDP.
+by `dcp.load` into a sharded module; both must have its values to the bit, as must an export for `load_safetensors()` by the
+command that TESSERA_CLI names, and losses as its own. A DCP export of the imported checkpoint, and what a sharded module saves
+with `dcp.save`, then go on as FSDP2 and as DDP.
 """
 
 import argparse
 import itertools
 import json
+import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -146,6 +149,9 @@ def _continue(folder, suffix, system, jobs, whole, native=False, save_as=""):
         name = f"{kind}-{dtype}"
         model, optimizer = _make(system, kind, dtype, hidden)
         if native:
+            tessera.load_safetensors(folder / f"{name}.safetensors", model)
+            weights = _differing((_whole(get_model_state_dict(model)), {}), (torch.load(folder / f"{name}.pt")[0], {}))
+            assert not weights, weights
             tessera.load_checkpoint(folder / (name + suffix), model, optimizer, allow_missing=True)
         else:
             state, optimizer_state = get_state_dict(model, optimizer)
@@ -171,6 +177,8 @@ def go_on(folder, system, ranks, kinds=tuple(OPTIMIZERS), dtypes=DTYPES):
         name = f"{kind}-{dtype}"
         import_checkpoint(folder / name, folder / (name + ".ckpt"), optimizer_key="optim")
         export_checkpoint(folder / (name + ".ckpt"), folder / (name + ".back"), format="dcp", optimizer_key="optim")
+        tool = [os.environ["TESSERA_CLI"], "ckpt", "export", "--quiet"]
+        subprocess.run([*tool, folder / (name + ".ckpt"), folder / (name + ".safetensors")], check=True)
     whole = system == "tp"
     ways = {"imported": (".ckpt", "tessera", whole, True), "read": ("", "tessera", whole, False, ".own")}
     for other in ("fsdp2", "ddp"):

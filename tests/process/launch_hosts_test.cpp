@@ -90,10 +90,7 @@ TEST_F(LaunchHosts, TheFirstFailureEndsAllHosts) {
                                     "the cause", "--exit", "7", "--sleep", "60"}),
                                options());
   EXPECT_EQ(end.status, 7) << end.err;
-  EXPECT_TRUE(contains(end.err,
-                       "tessera run: the last lines that rank 3 wrote to stderr:\n"
-                       "    the cause\n"
-                       "tessera run: rank 3 failed first: exit status 7\n"))
+  EXPECT_TRUE(contains(end.err, "[3] the cause\ntessera run: rank 3 failed first: exit status 7\n"))
       << end.err;
   const auto pids = numbers_after(end.out, "pid");
   EXPECT_EQ(pids.size(), 4U);

@@ -94,6 +94,11 @@ TEST(RankFailure, RepeatsTheLastLinesOfItsStderr) {
       << end.err;
 }
 
+TEST(RankFailure, DoesNotRepeatLinesThatAreTheLastShown) {
+  const auto end = run_program(launched({"-n", "1"}, {"--print-err", "the cause", "--exit", "4"}));
+  EXPECT_EQ(end.err, "[0] the cause\ntessera run: rank 0 failed first: exit status 4\n");
+}
+
 TEST(RankFailure, LetsTheOthersSayWhatTheySaw) {
   const auto end = run_program(launched(
       {"-n", "2", "--grace", "5"}, {"--on-rank", "1", "--exit", "4", "--on-rank", "0", "--sleep",

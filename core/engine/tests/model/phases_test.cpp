@@ -90,7 +90,7 @@ TEST(Phases, FollowEachOther) {
       for (int backward = 0; backward < 2; ++backward) {
         EXPECT_EQ(job.watched->phase(), Phase::kUserCode);
         const auto loss = job.forward().sum();
-        EXPECT_EQ(job.watched->phase(), Phase::kForward);
+        EXPECT_EQ(job.watched->phase(), Phase::kForward) << "the module's own ends unseen";
         loss.backward();
       }
       EXPECT_EQ(job.watched->progress()->state().step, step + 1);
@@ -150,6 +150,16 @@ TEST(Phases, EndWithAnException) {
   });
 }
 
+TEST(Phases, EndWithAForwardUnlessItThrows) {
+  on_plans([](Job& job, const ShardPlan&) {
+    const auto loss = job.sharded->forward(torch::ones({2, 8}, test_device())).sum();
+    EXPECT_EQ(job.watched->phase(), Phase::kUserCode);
+    loss.backward();
+    EXPECT_THROW(job.sharded->forward(torch::ones({2, 9}, test_device())), c10::Error);
+    EXPECT_EQ(job.watched->phase(), Phase::kForward);
+  });
+}
+
 TEST(Phases, OfCheckpoints) {
   const ScratchDirectory scratch;
   run_world(2, [&](World& world) {
@@ -162,9 +172,7 @@ TEST(Phases, OfCheckpoints) {
     AsyncCheckpointer checkpointer({.bytes_per_second = 2000});
     checkpointer.save(scratch / "async", *job.sharded, &*job.optimizer);
     EXPECT_EQ(job.watched->phase(), Phase::kUserCode) << "while the thread writes";
-    const auto loss = job.forward().sum();
-    EXPECT_EQ(job.watched->phase(), Phase::kForward);
-    loss.backward();
+    job.forward().sum().backward();
     EXPECT_EQ(job.watched->phases_of("checkpoint"), Phases{Phase::kSave});
     job.watched->phases_of(kCheck);
     checkpointer.wait();
