@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/files/untrusted.h"
 #include "base/memory/dense_strides.h"
 #include "checkpoint/additional_state.h"
 #include "checkpoint/chunk_reader.h"
@@ -129,7 +130,8 @@ class Loader {
       const TensorRecord* record = reads_.table.find("param", param.name());
       if (!record || !saved.contains(record->names.front())) continue;
       ParamState state{.tensors = {}, .counts = reads_.table.counts_of(*record)};
-      check_counts(*view_.optimizer, state.counts);
+      naming_part("'" + reads_.reader.path() + "'",
+                  [&] { check_counts(*view_.optimizer, state.counts); });
       for (const TensorRecord* source : reads_.table.states_of(*record)) {
         if (others.contains(source->state) && !is_dist(tensor)) {
           state.tensors[source->state] = plan_other(tensor, param, *source);

@@ -50,7 +50,7 @@ ShardedModule shard(const NamedTensors& parameters, const NamedTensors& buffers,
   const ShardPlan plan = plan_of(arguments);
   const Waiting waiting;
   ShardedModule model = fully_shard(named(parameters), named(buffers), plan);
-  model.leave_out_of_checkpoints(not_saved);
+  if (!not_saved.empty()) model.leave_out_of_checkpoints(not_saved);
   return model;
 }
 

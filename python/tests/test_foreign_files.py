@@ -1,5 +1,6 @@
 """Checkpoints of the layouts that trainers write: torchtitan, Lightning, the Trainer of transformers; and pickles that call functions."""
 
+import io
 import json
 import os
 import pickle
@@ -48,6 +49,24 @@ def _assert_same(checkpoint, plain):
 
 
 NAMES = [name for name, _ in Block().named_parameters()]
+
+
+def test_megatron(tmp_path):
+    """A directory of the format torch_dist: names with dots, all layers in one tensor, bytes and lists beside them."""
+    layers = {"decoder.layers.mlp.linear_fc1.weight": torch.rand(3, 8, 4), "embedding.word_embeddings.weight": torch.rand(8, 4)}
+    state = {f"optimizer.state.{key}.{name}": value + 1 for key in ("fp32_param", "exp_avg") for name, value in layers.items()}
+    state |= {"rng_state/shard_0_1": [{"random_rng_state": (1, (2, 3), None)}], "iteration": 5,
+              "decoder.layers.mlp.linear_fc1._extra_state/shard_0_3": io.BytesIO(b"x")}
+    dcp.save({**layers, **state}, checkpoint_id=tmp_path / "iter", no_dist=True)
+    torch.save({"args": None}, tmp_path / "iter" / "common.pt")
+    (tmp_path / "iter" / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    for rename, offset in (([(r"^optimizer\..*", "")], 0), ([(r"^optimizer\.state\.fp32_param\.(.*)", "masters.$1"), (r"^(?!masters).*", ""),
+                                                            (r"^masters\.", "")], 1)):
+        import_checkpoint(tmp_path / "iter", tmp_path / "one", rename=rename)
+        tensors = tessera._C.CheckpointTensors(tmp_path / "one", False, [], None, None)
+        values = {entry["names"][0]: tensors.read(number) for number, entry in enumerate(json.loads(tensors.index())["tensors"])}
+        assert values.keys() == layers.keys()
+        assert all(torch.equal(value, layers[name] + offset) for name, value in values.items())
 
 
 def test_torchtitan(plain, tmp_path):

@@ -1,5 +1,6 @@
 #include <ATen/core/grad_mode.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <tessera/engine/fully_shard.h>
 
 #include <array>
@@ -90,6 +91,8 @@ void ShardedModule::leave_out_of_checkpoints(const std::set<std::string>& buffer
   TORCH_CHECK_VALUE(unknown.empty(),
                     "[leave_out_of_checkpoints] the names must be those of buffers; none is '",
                     *unknown.begin(), "'");
+  state()->reducer().record(
+      [&] { return fmt::format("leave_out_of_checkpoints({})", fmt::join(buffers, ", ")); });
   state()->buffers().leave_out(buffers);
 }
 
