@@ -224,7 +224,7 @@ std::string row_of(const ListedCheckpoint& listed) {
   const std::string name = listed.path.filename().string();
   std::string text = fmt::format("{} {:<18} ", listed.is_latest ? '*' : ' ', name);
   if (!summary.id.empty())
-    text += fmt::format("{}  {:>7} {:>5}  {:<8} {:>8}", time_text(summary.saved),
+    text += fmt::format("{} {:>8} {:>5}  {:<8} {:>8}", time_text(summary.saved),
                         bytes_text(static_cast<double>(summary.nbytes)), summary.ranks,
                         level_of(summary), steps);
   return text + (listed.problem.empty() ? "\n" : "\n    not intact: " + listed.problem + "\n");
@@ -241,7 +241,7 @@ nlohmann::json to_json(const ListedCheckpoint& listed) {
 }
 
 void print_table(const std::vector<ListedCheckpoint>& all) {
-  print(fmt::format("  {:<18} {:<20}  {:>7} {:>5}  {:<8} {:>8}\n", "* the latest", "saved", "size",
+  print(fmt::format("  {:<18} {:<20} {:>8} {:>5}  {:<8} {:>8}\n", "* the latest", "saved", "size",
                     "ranks", "level", "step"));
   fs::path directory;
   for (const ListedCheckpoint& listed : all) {

@@ -61,7 +61,7 @@ def gather_in_state_dict(module: nn.Module) -> list:
 def not_in_state(module: nn.Module) -> set[str]:
     """Returns the names of the buffers that are in no state dict."""
     return {f"{prefix}.{name}" if prefix else name for prefix, submodule in module.named_modules(remove_duplicate=False)
-            for name in submodule._non_persistent_buffers_set}
+            for name in submodule._non_persistent_buffers_set if submodule._buffers.get(name) is not None}
 
 
 def names_in_state(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
@@ -328,5 +328,5 @@ def fully_shard(module: nn.Module, *, level: str = "p_g_os", group=None, **plan)
     if arguments.get("replicate_group") is not None:
         arguments["replicate_group"] = resolve_group(arguments["replicate_group"])
     parameters, buffers = named_tensors(module)
-    return ShardedModule(module, _C.fully_shard(parameters, buffers, arguments, not_in_state(module) & {name for name, _ in buffers}), arguments)
+    return ShardedModule(module, _C.fully_shard(parameters, buffers, arguments, not_in_state(module)), arguments)
 

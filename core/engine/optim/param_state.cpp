@@ -75,10 +75,10 @@ bool knows_state(const torch::optim::Optimizer& optimizer) {
 
 void check_counts(const torch::optim::Optimizer& optimizer,
                   const std::map<std::string, double>& counts) {
-  if (as_foreign(optimizer)) return;
+  const bool any = as_foreign(optimizer);
   for (const auto& [name, count] : counts)
-    TORCH_CHECK_VALUE(is_whole(count), "[tessera] '", name,
-                      "' in the state of this optimizer must be a whole number; got ", count);
+    TORCH_CHECK_VALUE((any && name != "step") || (is_whole(count) && count >= 0), "[tessera] '",
+                      name, "' in the state of this optimizer must be a whole number; got ", count);
 }
 
 ParamState read_param_state(const torch::optim::Optimizer& optimizer, const at::Tensor& param) {
@@ -100,6 +100,7 @@ ParamState read_param_state(const torch::optim::Optimizer& optimizer, const at::
 
 void write_param_state(torch::optim::Optimizer& optimizer, const at::Tensor& param,
                        const ParamState& source) {
+  check_counts(optimizer, source.counts);
   if (auto* foreign = as_foreign(optimizer)) return foreign->write_state(param, values_of(source));
   with_known_kind(optimizer, [&](auto kind) {
     auto state = kind.make_state();

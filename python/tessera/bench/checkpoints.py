@@ -160,7 +160,7 @@ def _rank(folder: Path, options: argparse.Namespace, saves: bool):
         return result
 
     for number in range(options.rounds):
-        for name in list(systems)[number % 3:] + list(systems)[:number % 3]:
+        for name in list(systems)[number % len(systems):] + list(systems)[:number % len(systems)]:
             system, path = systems[name], folder / name
             if saves:
                 if dist.get_rank() == 0:
