@@ -28,6 +28,10 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
   target_compile_options(tessera_flags INTERFACE -Wno-unknown-pragmas)
 endif()
 
+# Messages name sources as the repository does, wherever it lies. A unity file includes its sources by absolute path, and
+# without this __FILE__ would have it too, so that builds in two folders would share nothing of ccache's.
+target_compile_options(tessera_flags INTERFACE "-fmacro-prefix-map=${PROJECT_SOURCE_DIR}/=")
+
 # Compile through ccache if it is installed. The settings let it work with precompiled headers, and let builds in several
 # folders share its cache.
 find_program(TESSERA_CCACHE ccache)

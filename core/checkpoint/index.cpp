@@ -69,7 +69,8 @@ json to_json_counts(const std::map<std::string, double>& counts) {
 
 double from_json_count(const json& value) {
   if (!value.is_number_integer()) return from_json_number(value);
-  return static_cast<double>(whole_number(value, "a count", 0, int64_t{1} << 53));
+  constexpr int64_t kMost = int64_t{1} << 53;
+  return static_cast<double>(whole_number(value, "a count", -kMost, kMost));
 }
 
 std::map<std::string, double> from_json_numbers(const json& values) {

@@ -126,6 +126,29 @@ def test_missing_checkpoint(ranks):
     assert all(ranks(2, _wrong))
 
 
+class _Balance(torch.optim.SGD):
+    """SGD that keeps numbers of any sign beside its momentum."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            self.state[param].update(balance=-3, lowest=float("-inf"), drift=-0.25, step=2)
+
+
+def _numbers(path):
+    sharded, optimizer = _job("os_g", lambda params, lr: _Balance(params, lr=lr, momentum=0.9))
+    _train(sharded, optimizer, range(1))
+    tessera.save_checkpoint(path, sharded, optimizer)
+    again, other = _job("p_g_os", lambda params, lr: _Balance(params, lr=lr, momentum=0.9))
+    tessera.load_checkpoint(path, again, other)
+    state = other.state_dict()["state"][0]
+    return {name: value for name, value in state.items() if name != "momentum_buffer"}
+
+
+def test_numbers_of_optimizer_state_may_have_any_sign(ranks, tmp_path):
+    assert ranks(2, _numbers, tmp_path / "step-1") == [{"balance": -3, "lowest": float("-inf"), "drift": -0.25, "step": 2}] * 2
+
+
 def _derived_buffers(path):
     net = make_net()
     net.register_buffer("angles", torch.ones(2), persistent=False)

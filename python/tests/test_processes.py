@@ -83,7 +83,8 @@ def _wraps_and_drops(count):
         del net, sharded, optimizer
         if i == 20:
             before = _open_files_and_threads()
-    assert _open_files_and_threads() == before
+    after = _open_files_and_threads()
+    assert all(now <= then for now, then in zip(after, before)), f"{after} open files and threads, {before} before"
     assert not any(ref() is not None for ref in alive)
 
 
@@ -92,7 +93,8 @@ def test_dropped_models_leave_nothing(ranks):
 
 
 PROGRAM = """
-import sys, torch, tessera
+import signal, sys, torch, tessera
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell runs the tests in the background
 from torch.utils.data import DataLoader
 tessera.init()
 net = torch.nn.Sequential(*[torch.nn.Linear(100, 100) for _ in range(6)])
@@ -132,14 +134,18 @@ def test_exit_with_live_objects():
 @pytest.mark.parametrize("interrupted", [[0, 1], [1]])
 def test_interrupts_end_all_ranks(interrupted):
     processes = _start("loop")
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
-    time.sleep(0.2)
-    for rank in interrupted:
-        processes[rank].send_signal(signal.SIGINT)
-    for process in processes:
-        _, errors = process.communicate(timeout=30)
-        assert process.returncode not in (0, -signal.SIGSEGV, -signal.SIGABRT), errors
+    try:
+        for process in processes:
+            assert process.stdout.readline() == "ready\n"
+        time.sleep(0.2)
+        for rank in interrupted:
+            processes[rank].send_signal(signal.SIGINT)
+        for process in processes:
+            _, errors = process.communicate(timeout=30)
+            assert process.returncode not in (0, -signal.SIGSEGV, -signal.SIGABRT), errors
+    finally:
+        for process in processes:
+            process.kill()
 
 
 WAITS = ("init", "forward", "backward", "step", "clip", "full_state", "save", "all_reduce")

@@ -258,7 +258,8 @@ def test_groups_may_be_added(ranks):
 
 
 _INTERRUPTED = """
-import sys, time, torch, tessera
+import signal, sys, time, torch, tessera
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell runs the tests in the background
 
 def rank_main(folder):
     tessera.init()

@@ -14,6 +14,8 @@
 #include <iostream>
 #include <tuple>
 
+#include "process/own_shared_memory.h"
+
 namespace tessera::fault_table_test {
 
 FaultTable& table() {
@@ -21,9 +23,10 @@ FaultTable& table() {
   return result;
 }
 
-// Prints the table when all tests have run.
+// Prints the table when all tests have run. What other programs leave in /dev/shm is not in it.
 class PrintedTable : public ::testing::Environment {
  public:
+  void SetUp() override { take_own_shared_memory(); }
   void TearDown() override {
     if (table().is_empty()) return;
     std::cout << table().text();

@@ -102,20 +102,30 @@ TEST(StepBench, MeasuresLocalProcessesInStepIfAsked) {
 
 // The momentum of matrices is a tensor, where AdamW has two, and each rank has that of its own.
 TEST(StepBench, MeasuresMuonOnWholeMatrices) {
-  for (const std::string transport : {"arena", "gloo"}) {
-    const auto report = report_of(2, "os_g", {"--optimizer", "muon", "--transport", transport});
-    EXPECT_EQ(report.at("optimizer"), "muon");
-    expect_parts_fit(report, "sharded");
-    const auto adamw = report_of(2, "os_g", {"--transport", transport});
-    const auto state = [](const json& of, const char* role) {
-      return of.at("kept_bytes").at(role).at("optimizer_state").get<double>();
-    };
-    EXPECT_LT(state(report, "local"), 0.65 * state(adamw, "local"));
-    EXPECT_LT(state(report, "sharded"), 0.65 * state(report, "local"));
-  }
+  const auto report = report_of(2, "os_g", {"--optimizer", "muon"}), adamw = report_of(2, "os_g");
+  EXPECT_EQ(report.at("optimizer"), "muon");
+  expect_parts_fit(report, "sharded");
+  const auto state = [](const json& of, const char* role) {
+    return of.at("kept_bytes").at(role).at("optimizer_state").get<double>();
+  };
+  EXPECT_LT(state(report, "local"), 0.65 * state(adamw, "local"));
+  EXPECT_LT(state(report, "sharded"), 0.65 * state(report, "local"));
+}
+
+TEST(StepBench, MuonOfOneRankIsMuonOfOneProcess) {
   const auto alone = report_of(1, "os", {"--optimizer", "muon"}).at("final_loss");
   EXPECT_EQ(alone.at("sharded"), alone.at("local"));
   EXPECT_NE(alone, report_of(1, "os").at("final_loss"));
+}
+
+TEST(StepBench, MuonOverMessagesHasTheLossItHasInMemory) {
+  const auto loss = [](const std::string& transport) {
+    return report_of(2, "os_g", {"--optimizer", "muon", "--transport", transport}).at("final_loss");
+  };
+  EXPECT_EQ(loss("gloo"), loss("arena"));
+}
+
+TEST(StepBench, RefusesMuonInADialect) {
   const auto end = measured(1, {"--level", "os", "--dialect", "fairscale", "--optimizer", "muon"});
   EXPECT_NE(end.status, 0);
   EXPECT_TRUE(contains(end.err, "--optimizer muon goes with --dialect native")) << end.err;

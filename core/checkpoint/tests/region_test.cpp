@@ -87,4 +87,23 @@ TEST(Region, GapsAndOverlapsOfPiecesAreFound) {
   EXPECT_EQ(gap(24, {{0, 24}, {0, 8, left}}), "has pieces that overlap");
 }
 
+// Comparing all pairs of this many would be refused as too much work.
+TEST(Region, ManyPiecesOfAGridAreCutApart) {
+  constexpr int64_t kSide = 60, kPart = 3;
+  std::vector<Region> regions;
+  for (int64_t i = 0; i < kSide * kSide; ++i) {
+    // 7 and kSide * kSide have no common factor: each piece comes once, in no order.
+    const int64_t piece = 7 * i % (kSide * kSide);
+    const int64_t row = piece / kSide * kPart, column = piece % kSide * kPart;
+    const Box box{{kSide * kPart, kSide * kPart}, {row, column}, {kPart, kPart}};
+    regions.push_back({0, kPart * kPart, box});
+  }
+  std::vector<const Region*> pointers;
+  for (const Region& region : regions) pointers.push_back(&region);
+  constexpr int64_t kNumel = kSide * kSide * kPart * kPart;
+  EXPECT_EQ(describe_gap(kNumel, pointers), "");
+  regions[100].box->offset[0] += 1;
+  EXPECT_EQ(describe_gap(kNumel, pointers), "has pieces that overlap");
+}
+
 }  // namespace tessera::region_test

@@ -202,7 +202,13 @@ UnitLayout start_unit(const ParamSlot& param, ShardLevel level, const ShardPlan&
                   .gather_dtype = param.dtype,
                   .device = param.device,
                   .group = param.group};
-  if (c10::isFloatingType(unit.dtype)) choose_message_dtypes(unit, param.requires_grad, plan);
+  if (!c10::isFloatingType(unit.dtype)) return unit;
+  try {
+    choose_message_dtypes(unit, param.requires_grad, plan);
+  } catch (const c10::NotImplementedError& error) {
+    TORCH_CHECK_NOT_IMPLEMENTED(false, error.what_without_backtrace(), "; parameter '",
+                                param.name(), "'");
+  }
   return unit;
 }
 

@@ -58,6 +58,22 @@ TEST(Access, ParametersAreGatheredOnFirstUseAndFreedAfterIt) {
       kManyRanks, kParametersOnly);
 }
 
+TEST(Access, AVisitOfAllUnitsHoldsOneAtATime) {
+  on_sharded(
+      [](World&, Sharded<Mlp>& sharded, Mlp&) {
+        size_t visited = 0;
+        sharded.state()->visit_whole_units([&](const Unit& whole) {
+          const size_t units = sharded.state()->units().size();
+          for (size_t i = 0; i < units; ++i)
+            EXPECT_EQ(unit(sharded, i).state() == Unit::State::kUnsharded, i == visited);
+          EXPECT_EQ(&whole, &unit(sharded, visited++));
+        });
+        EXPECT_EQ(visited, sharded.state()->units().size());
+        EXPECT_EQ(unit(sharded, visited - 1).state(), Unit::State::kSharded);
+      },
+      kManyRanks, kParametersOnly);
+}
+
 TEST(Access, ViewsTakenBeforeTheGatherSeeTheValues) {
   on_sharded([](World&, Sharded<Mlp>& sharded, Mlp& plain) {
     const auto view = sharded->fcs[1]->weight.t().narrow(0, 3, 7).select(1, 2);

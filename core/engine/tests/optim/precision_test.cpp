@@ -402,7 +402,8 @@ TEST(Precision, DtypesThatCannotWorkAreRefused) {
     for (const auto own : {at::kDouble, at::kHalf}) {
       const auto net = make_net(own);
       expect_error([&] { fully_shard(net, {.precision = {.param_dtype = at::kBFloat16}}); },
-                   {fmt::format("can't sum tensors of dtype BFloat16 into {}", toString(own))});
+                   {fmt::format("can't sum tensors of dtype BFloat16 into {}", toString(own)),
+                    "; parameter '" + net->named_parameters()[0].key() + "'"});
     }
   });
 }
