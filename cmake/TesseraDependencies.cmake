@@ -33,13 +33,15 @@ target_compile_definitions(tessera_torch INTERFACE USE_DISTRIBUTED)
 target_link_libraries(tessera_torch INTERFACE "$<BUILD_INTERFACE:${TORCH_LIBRARIES}>")
 
 include(FetchContent)
-FetchContent_Declare(fmt URL https://github.com/fmtlib/fmt/archive/refs/tags/9.1.0.tar.gz FIND_PACKAGE_ARGS)
+FetchContent_Declare(fmt URL https://github.com/fmtlib/fmt/archive/refs/tags/9.1.0.tar.gz
+                     URL_HASH SHA256=5dea48d1fcddc3ec571ce2058e13910a0d4a6bab4cc09a809d8b1dd1c88ae6f2 FIND_PACKAGE_ARGS)
 FetchContent_Declare(nlohmann_json URL https://github.com/nlohmann/json/archive/refs/tags/v3.11.2.tar.gz
-                     FIND_PACKAGE_ARGS)
+                     URL_HASH SHA256=d69f9deb6a75e2580465c6c4c5111b89c4dc2fa94e3a85fcd2ffcd9a143d9273 FIND_PACKAGE_ARGS)
 FetchContent_MakeAvailable(fmt nlohmann_json)
 find_path(TESSERA_XXHASH_INCLUDE xxhash.h)  # a header-only library
 if(NOT TESSERA_XXHASH_INCLUDE)
   FetchContent_Declare(xxhash URL https://github.com/Cyan4973/xxHash/archive/refs/tags/v0.8.1.tar.gz
+                       URL_HASH SHA256=3bb6b7d6f30c591dd65aaaff1c8b7a5b94d81687998ca9400082c739a690436c
                        SOURCE_SUBDIR build/none)
   FetchContent_MakeAvailable(xxhash)
   set(TESSERA_XXHASH_INCLUDE "${xxhash_SOURCE_DIR}")
@@ -65,11 +67,13 @@ else()
   target_link_libraries(tessera_mbedcrypto INTERFACE mbedcrypto)
 endif()
 if(TESSERA_BUILD_TOOLS OR TESSERA_BUILD_EXAMPLES)
-  FetchContent_Declare(CLI11 URL https://github.com/CLIUtils/CLI11/archive/refs/tags/v2.1.2.tar.gz FIND_PACKAGE_ARGS)
+  FetchContent_Declare(CLI11 URL https://github.com/CLIUtils/CLI11/archive/refs/tags/v2.1.2.tar.gz
+                       URL_HASH SHA256=26291377e892ba0e5b4972cdfd4a2ab3bf53af8dac1f4ea8fe0d1376b625c8cb FIND_PACKAGE_ARGS)
   FetchContent_MakeAvailable(CLI11)
 endif()
 if(TESSERA_BUILD_TESTS)
   FetchContent_Declare(googletest URL https://github.com/google/googletest/archive/refs/tags/release-1.12.1.tar.gz
+                       URL_HASH SHA256=81964fe578e9bd7c94dfdb09c8e4d6e6759e19967e397dbea48d1c10e45d0df2
                        FIND_PACKAGE_ARGS NAMES GTest)
   FetchContent_MakeAvailable(googletest)
 endif()

@@ -170,7 +170,8 @@ at::ScalarType parse_dtype(const std::string& name) {
 }
 
 std::vector<ParameterSize> read_parameter_sizes(const std::string& path) {
-  TORCH_CHECK_VALUE(fs::exists(path), "[read_parameter_sizes] '", path, "' must exist");
+  TORCH_CHECK_VALUE(fs::exists(path), "[read_parameter_sizes] there is no file or directory '",
+                    path, "'");
   std::vector<ParameterSize> sizes = naming(path, [&] { return read_any(path); });
   TORCH_CHECK_VALUE(!sizes.empty(), "[read_parameter_sizes] '", path, "' holds no parameters");
   check_total(sizes, path);

@@ -221,7 +221,8 @@ TransformerConfig read_transformer_config(const std::string& path) {
   const bool is_config = !fs::is_directory(path) && !is_model_index(path);
   const fs::path directory = fs::is_directory(path) ? fs::path(path) : fs::path(path).parent_path();
   const fs::path file = is_config ? fs::path(path) : directory / kConfigFile;
-  TORCH_CHECK_VALUE(fs::exists(path), "[", kFunction, "] '", path, "' must exist");
+  TORCH_CHECK_VALUE(fs::exists(path), "[", kFunction, "] there is no file or directory '", path,
+                    "'");
   TORCH_CHECK_VALUE(fs::exists(file), "[", kFunction, "] '", file.string(),
                     "' must exist: an index has the names of parameters, and no shapes");
   const TransformerConfig config = naming_config(file, [&] {

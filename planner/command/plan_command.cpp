@@ -35,7 +35,7 @@ if it is not trained; # begins a comment. No tensor is read.
 
 Does it fit? With --memory (of each rank) or --host-memory, the answer is printed, and if a level does not fit,
 what it would need with one change, or with several:
-  tessera plan Llama-3-8B --ranks 8 --memory 80GB --master-dtype float32 --batch 1 --sequence 8192
+  tessera plan examples/models/Llama-3-8B --ranks 8 --memory 80GB --master-dtype float32 --batch 1 --sequence 8192
 The exit status is 0 if a level fits (the one of --level, if that is given), 3 if none does, and 2 for wrong
 arguments. --table shows the memory over numbers of ranks.
 

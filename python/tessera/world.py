@@ -165,6 +165,9 @@ def _run_rank(number: int, fn: Callable, args: tuple, count: int, port: int, thr
     os.environ.update(RANK=str(number), WORLD_SIZE=str(count), LOCAL_RANK=str(number), LOCAL_WORLD_SIZE=str(count),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(threads)
+    # torch's start_processes() has asked for SIGINT when the parent ends. Shells start background jobs with it ignored.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)
     try:
         fn(*args)
     finally:

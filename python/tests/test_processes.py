@@ -1,5 +1,6 @@
 """Sharded models in worker processes, in interactive interpreters, at interrupts and exits, and dropped by the hundred."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -146,6 +147,39 @@ def test_interrupts_end_all_ranks(interrupted):
     finally:
         for process in processes:
             process.kill()
+
+
+ORPHANS = """
+import os, sys, time, tessera
+
+def rank_main(folder):
+    tessera.init()
+    open(f"{folder}/{os.getpid()}", "w").close()
+    time.sleep(120)
+
+if __name__ == "__main__":
+    tessera.spawn(rank_main, 2, (sys.argv[1],), start_method="fork")
+"""
+
+
+@pytest.mark.parametrize("disposition", [signal.SIG_DFL, signal.SIG_IGN])
+def test_ranks_end_with_a_parent_that_is_killed(disposition, tmp_path):
+    """A background job of a shell has SIGINT ignored."""
+    parent = subprocess.Popen([sys.executable, "-c", ORPHANS, str(tmp_path)], start_new_session=True,
+                              preexec_fn=lambda: signal.signal(signal.SIGINT, disposition))
+    try:
+        while parent.poll() is None and len(os.listdir(tmp_path)) < 2:
+            time.sleep(0.05)
+        ranks = [int(name) for name in os.listdir(tmp_path)]
+        parent.kill()
+        parent.wait()
+        until = time.monotonic() + 20
+        while any(os.path.exists(f"/proc/{rank}") and open(f"/proc/{rank}/stat").read().split()[2] != "Z" for rank in ranks):
+            assert time.monotonic() < until, "a rank goes on without its parent"
+            time.sleep(0.1)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
 
 
 WAITS = ("init", "forward", "backward", "step", "clip", "full_state", "save", "all_reduce")

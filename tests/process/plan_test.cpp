@@ -226,7 +226,7 @@ TEST(Plan, AnswersWrongUsageWithStatusTwo) {
   const auto list = write_list(directory, "a float32 2\n");
   const std::vector<std::pair<Command, std::string>> cases = {
       {{}, "FILE or --parameters"},
-      {{directory.path("none")}, "must exist"},
+      {{directory.path("none")}, "there is no file or directory"},
       {{list, "--level", "zero3"}, "--level"},
       {{list, "--ranks", "0"}, "--ranks"},
       {{list, "--ranks", "two"}, "--ranks"},
