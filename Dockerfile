@@ -53,6 +53,7 @@ RUN apt-get update \
 COPY --from=libtorch /opt/libtorch/lib /opt/libtorch/lib/
 COPY --from=build /opt/tessera/bin /opt/tessera/bin/
 COPY --from=build /opt/tessera/lib /opt/tessera/lib/
+COPY --from=build /opt/tessera/share/doc /opt/tessera/share/doc/
 ENV PATH=/opt/tessera/bin:$PATH
 USER 1000
 WORKDIR /home/tessera
