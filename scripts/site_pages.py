@@ -17,7 +17,8 @@ import check_links
 from check_packages import public_headers
 
 # How much pages count in the search, where that is not 1: texts of errors lead to the page that explains them.
-WEIGHTS = {"docs/guide/errors.md": 4}
+WEIGHTS = {"docs/guide/errors.md": 4, "docs/guide/tasks.md": 16}  # scripts/check_search.py tries them
+WEIGHT_OF_GUIDES = 6
 WEIGHT_OF_SOURCES = 0.2
 PICTURES = {".svg", ".png", ".jpg", ".gif"}
 LANGUAGES = {".cpp": "cpp", ".h": "cpp", ".py": "python", ".cmake": "cmake", ".sh": "bash"}
@@ -86,7 +87,7 @@ def main():
     pages = check_links.documents(root)
     for page in pages:
         name = page.relative_to(root)
-        site.write(name, site.translated(page, page.read_text()), WEIGHTS.get(str(name), 1))
+        site.write(name, site.translated(page, page.read_text()), WEIGHTS.get(str(name), WEIGHT_OF_GUIDES if name.parent.name == "guide" else 1))
     for path in sorted(site.shown):
         site.write(site.page_of(path), listing(root, path), WEIGHT_OF_SOURCES)
     for name in site.pictures:

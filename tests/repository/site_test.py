@@ -129,16 +129,16 @@ class SitePages(TreeTest):
         return output
 
     def test_copies_documents_to_their_own_places(self):
-        output = self.make({"README.md": "[a](docs/guide/a.md#x) [out](https://a.b)\n", "docs/guide/a.md": "# X\n"})
+        output = self.make({"README.md": "[a](docs/howto/a.md#x) [out](https://a.b)\n", "docs/howto/a.md": "# X\n"})
         self.assertEqual(output, "pages: 2 documents, and 0 files and folders to which they link\n")
-        self.assertEqual(self.read("pages/README.md"), "[a](docs/guide/a.md#x) [out](https://a.b)\n")
-        self.assertEqual(self.read("pages/docs/guide/a.md"), "# X\n")
+        self.assertEqual(self.read("pages/README.md"), "[a](docs/howto/a.md#x) [out](https://a.b)\n")
+        self.assertEqual(self.read("pages/docs/howto/a.md"), "# X\n")
         self.assertEqual(self.read("pages/.nav.yml"), "nav:\n  - README.md\n")
 
     def test_shows_files_to_which_documents_link(self):
-        self.make({"docs/guide/a.md": "see [it](../../examples/x.cpp), `[no](y.cpp)`\n```\n[code](../../examples/x.cpp)\n```\n",
+        self.make({"docs/howto/a.md": "see [it](../../examples/x.cpp), `[no](y.cpp)`\n```\n[code](../../examples/x.cpp)\n```\n",
                    "examples/x.cpp": "int x;\n"})
-        self.assertEqual(self.read("pages/docs/guide/a.md"),
+        self.assertEqual(self.read("pages/docs/howto/a.md"),
                          "see [it](../../sources/examples/x.cpp.md), `[no](y.cpp)`\n```\n[code](../../examples/x.cpp)\n```\n")
         self.assertEqual(self.read("pages/sources/examples/x.cpp.md"),
                          '---\nsearch:\n  boost: 0.2\n---\n# examples/x.cpp\n\n``````cpp title="examples/x.cpp"\nint x;\n``````\n')
@@ -150,9 +150,11 @@ class SitePages(TreeTest):
         self.assertEqual(self.read("pages/docs/d.png"), "")
         self.assertFalse((self.tree / "pages/sources").exists())
 
-    def test_errors_count_more_in_the_search(self):
-        self.make({"docs/guide/errors.md": "# Errors\n"})
+    def test_guides_count_more_in_the_search(self):
+        self.make({"docs/guide/errors.md": "# Errors\n", "docs/guide/a.md": "# A\n", "docs/design/b.md": "# B\n"})
         self.assertEqual(self.read("pages/docs/guide/errors.md"), "---\nsearch:\n  boost: 4\n---\n# Errors\n")
+        self.assertEqual(self.read("pages/docs/guide/a.md"), "---\nsearch:\n  boost: 6\n---\n# A\n")
+        self.assertEqual(self.read("pages/docs/design/b.md"), "# B\n")
 
     def test_shows_folders_or_their_overview(self):
         self.make({"README.md": "[a](docs/design) [b](examples/consumer)\n", "docs/design/overview.md": "# Over\n",
