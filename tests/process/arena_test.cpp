@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "process/own_shared_memory.h"
+#include "own_shared_memory.h"
 #include "started_ranks.h"
 
 namespace tessera::arena_test {

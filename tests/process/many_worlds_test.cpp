@@ -7,7 +7,7 @@
 #include <string>
 
 #include "launched.h"
-#include "process/own_shared_memory.h"
+#include "own_shared_memory.h"
 
 namespace tessera::many_worlds_test {
 

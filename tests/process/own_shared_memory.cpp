@@ -1,4 +1,4 @@
-#include "process/own_shared_memory.h"
+#include "own_shared_memory.h"
 
 #include <sched.h>
 #include <sys/mount.h>
