@@ -29,8 +29,11 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
 endif()
 
 # Messages name sources as the repository does, wherever it lies. A unity file includes its sources by absolute path, and
-# without this __FILE__ would have it too, so that builds in two folders would share nothing of ccache's.
-target_compile_options(tessera_flags INTERFACE "-fmacro-prefix-map=${PROJECT_SOURCE_DIR}/=")
+# without this __FILE__ would have it too, so that builds in two folders would share nothing of ccache's. A precompiled header
+# is found in the cache only if its options are the same in all folders, and has no __FILE__ of ours.
+define_property(TARGET PROPERTY TESSERA_IS_PRECOMPILED_HEADER BRIEF_DOCS "The target is there for its precompiled header")
+target_compile_options(tessera_flags INTERFACE
+  "$<$<NOT:$<BOOL:$<TARGET_PROPERTY:TESSERA_IS_PRECOMPILED_HEADER>>>:-fmacro-prefix-map=${PROJECT_SOURCE_DIR}/=>")
 
 # Compile through ccache if it is installed. The settings let it work with precompiled headers, and let builds in several
 # folders share its cache.
