@@ -31,11 +31,12 @@ expect("${description}" "LibTorch ${TORCH_VERSION} is needed, and is not a packa
 ask(contents dpkg-deb --contents "${package}")
 foreach(file IN ITEMS bin/tessera bin/tessera-bench bin/tessera-flight include/tessera/tessera.h lib/libtessera.so.${VERSION}
                       lib/cmake/Tessera/TesseraConfig.cmake lib/cmake/Tessera/TesseraTargets.cmake
-                      share/doc/tessera/copyright)
+                      lib/pkgconfig/tessera.pc share/doc/tessera/copyright share/doc/tessera/tessera.spdx.json
+                      share/doc/tessera/third_party/nlohmann_json.txt)
   expect("${contents}\n" " \\./usr/${file}\n")
 endforeach()
 expect("${contents}" "root/root")
-foreach(foreign IN ITEMS libtorch libfmt gtest nlohmann "\\.py" "/_C\\.")
+foreach(foreign IN ITEMS libtorch libfmt gtest nlohmann/ "\\.py" "/_C\\.")
   if(contents MATCHES "${foreign}")
     message(FATAL_ERROR "The package has files of others (${foreign}):\n${contents}")
   endif()
