@@ -191,7 +191,8 @@ TEST(TransformerConfig, RefusesWhatItDoesNotKnow) {
   std::ofstream(directory / "config.json") << "{";
   expect_error([&] { read_transformer_config(directory / "config.json"); },
                {"must be a config.json"});
-  expect_error([&] { read_transformer_config(directory / "none.json"); }, {"none.json", "exist"});
+  expect_error([&] { read_transformer_config(directory / "none.json"); },
+               {"none.json", "no file or directory"});
 }
 
 }  // namespace transformer_config_test

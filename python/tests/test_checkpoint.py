@@ -129,6 +129,8 @@ def test_missing_checkpoint(ranks):
 class _Balance(torch.optim.SGD):
     """SGD that keeps numbers of any sign beside its momentum."""
 
+    elementwise = True
+
     def step(self, closure=None):
         super().step(closure)
         for param in self.param_groups[0]["params"]:
