@@ -14,8 +14,10 @@ import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CLI = os.environ.get("TESSERA_CLI", "")
-FOLDERS = ("", "core", "dialects", "docs", "interop", "launcher", "loop", "planner", "python", "trace")
-PAGES = sorted({str(page.relative_to(ROOT)) for folder in FOLDERS for page in (ROOT / folder).glob("**/*.md" if folder else "*.md")})
+sys.path.insert(0, str(ROOT / "scripts"))
+import check_links  # noqa: E402
+
+PAGES = [str(page.relative_to(ROOT)) for page in check_links.documents(ROOT)]
 PROGRAMS = r"\./dev|tessera|torchrun|mpirun|srun|python3?|pip|cmake|ctest|cpack|docker|apt-get|\.ci/\w+|benchmarks/\S+|scripts/\S+" \
            r"|build/\S+|tests/\S+\.py"
 COMMAND = re.compile(rf"^(?:\$ )?(?:export )?(?:[A-Z_]+=\S+ +)*(?:{PROGRAMS})(?: (?!\w+:)|$)")
