@@ -26,14 +26,36 @@ Cause blamed_cause(int blamed, const JobEnd& end, const Cause& first) {
           .status = ended && rank->failed() ? rank->exit_status() : first.status};
 }
 
+/// Another rank than the one that failed first.
+Cause other_cause(const RankEnd& rank, const Cause& first, const std::string& how) {
+  return {.rank = &rank,
+          .first = first.rank,
+          .text = fmt::format("rank {} is the cause: {}", rank.rank, how),
+          .status = rank.by_launcher ? first.status : rank.exit_status()};
+}
+
 /// Ranks abort themselves when they lose a peer.
 bool was_killed(const RankEnd& rank) {
   return rank.killed && rank.status != SIGABRT && !rank.by_launcher;
 }
 
+bool blames_another(const FlightReport& report) {
+  return report.culprit >= 0 && report.culprit != report.rank;
+}
 bool blames_another(const RankEnd& rank, const std::vector<FlightReport>& flights) {
   const auto own = std::ranges::find(flights, rank.rank, &FlightReport::rank);
-  return own != flights.end() && own->culprit >= 0 && own->culprit != rank.rank;
+  return own != flights.end() && blames_another(*own);
+}
+
+/// All ranks ended by themselves, with one exit status, and none because of another: an argument
+/// that all of them check, say.
+bool failed_alike(const JobEnd& end, const std::vector<FlightReport>& flights) {
+  const auto is_alike = [&](const RankEnd& rank) {
+    return !rank.killed && !rank.by_launcher && rank.status == end.ranks.front().status;
+  };
+  const auto blames = [](const FlightReport& report) { return blames_another(report); };
+  return end.ranks.size() > 1 && std::ranges::all_of(end.ranks, is_alike) &&
+         std::ranges::none_of(flights, blames);
 }
 
 }  // namespace
@@ -49,11 +71,16 @@ std::optional<Cause> cause_of(const JobEnd& end, const std::vector<FlightReport>
   const auto died = std::ranges::find_if(
       end.ranks, [&](const RankEnd& r) { return was_killed(r) && !blames_another(r, flights); });
   if (died == rank) return first;
-  if (died != end.ranks.end()) {
-    return Cause{.rank = &*died,
-                 .first = &*rank,
-                 .text = fmt::format("rank {} is the cause: {}", died->rank, describe(*died)),
-                 .status = died->exit_status()};
+  if (died != end.ranks.end()) return other_cause(*died, first, describe(*died));
+  const auto stopped =
+      std::ranges::find_if(end.ranks, [](const RankEnd& r) { return r.stopped_by != 0; });
+  if (stopped != end.ranks.end())
+    return other_cause(*stopped, first, "stopped by " + signal_text(stopped->stopped_by));
+  if (failed_alike(end, flights)) {
+    return Cause{.rank = first.rank,
+                 .text = fmt::format("all ranks failed alike, rank {} first: {}", rank->rank,
+                                     describe(*rank)),
+                 .status = first.status};
   }
   const int blamed = blamed_rank(flights);
   return blamed < 0 || blamed == rank->rank ? first : blamed_cause(blamed, end, first);

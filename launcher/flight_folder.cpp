@@ -35,10 +35,16 @@ FlightReport read_report(const std::string& path, int rank) try {
   std::ifstream file(path);
   const json record = json::parse(file);
   if (record.at("rank") != rank || !record.at("records").is_array()) return {.rank = rank};
-  return {.rank = rank,
-          .size = record.at("size"),
-          .culprit = record.value("culprit", -1),
-          .was_asked_for = record.value("reason", "") == "SIGUSR1"};
+  FlightReport report{.rank = rank,
+                      .size = record.at("size"),
+                      .culprit = record.value("culprit", -1),
+                      .was_asked_for = record.value("reason", "") == "SIGUSR1"};
+  for (const json& entry : record.at("records")) {
+    if (entry.value("group", "") != "world") continue;
+    report.issued.emplace(std::pair(entry.value("channel", ""), entry.at("number").get<int64_t>()),
+                          entry.value("text", ""));
+  }
+  return report;
 } catch (const std::exception&) {
   return {.rank = rank};
 }
@@ -99,9 +105,30 @@ fs::path folder_of_user() {
   return folder;
 }
 
+/// Returns the rank that alone issued another collective than the others at one position. -1: there
+/// is none, or several ranks did so.
+int odd_one_out(const std::vector<FlightReport>& reports) {
+  std::map<std::pair<std::string, int64_t>, std::map<std::string, std::vector<int>>> ranks_of;
+  for (const FlightReport& report : reports)
+    for (const auto& [position, text] : report.issued)
+      ranks_of[position][text].push_back(report.rank);
+  int odd = -1;
+  for (const auto& [position, by_text] : ranks_of) {
+    if (by_text.size() == 1) continue;
+    if (by_text.size() > 2) return -1;
+    const auto& [few, most] =
+        std::minmax(by_text.begin()->second, by_text.rbegin()->second,
+                    [](const auto& a, const auto& b) { return a.size() < b.size(); });
+    if (few.size() != 1 || most.size() < 2 || (odd >= 0 && odd != few.front())) return -1;
+    odd = few.front();
+  }
+  return odd;
+}
+
 }  // namespace
 
 int blamed_rank(const std::vector<FlightReport>& reports) {
+  if (const int odd = odd_one_out(reports); odd >= 0) return odd;
   std::map<int, int> votes;
   int size = 1;
   for (const FlightReport& report : reports) {

@@ -6,6 +6,7 @@
 #include <map>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "launcher/terminal.h"
@@ -15,13 +16,16 @@ namespace tessera::tools {
 /// What the launcher needs of the flight record of a rank that failed.
 struct FlightReport {
   int rank = 0;
-  int size = 1;                ///< number of ranks
-  int culprit = -1;            ///< the rank that it blames; -1: none
+  int size = 1;      ///< number of ranks
+  int culprit = -1;  ///< the rank that it blames; -1: none
+  /// What it issued in the group of all ranks, by channel and number.
+  std::map<std::pair<std::string, int64_t>, std::string> issued = {};
   bool was_asked_for = false;  ///< by SIGUSR1
 };
 
-/// Returns the rank that most of the other ranks blame: at least two of them, or the only other
-/// one. -1: they blame none, or do not agree.
+/// Returns the rank that issued another collective than all others, of three ranks or more; else
+/// the one that most of the other ranks blame: at least two of them, or the only other one. -1:
+/// they blame none, or do not agree.
 int blamed_rank(const std::vector<FlightReport>& reports);
 
 /// The folder to which ranks write their flight records: rank_0.json, rank_1.json and so on.

@@ -42,6 +42,14 @@ std::optional<RankEnd> end_of(int rank, pid_t pid) {
                  .dumped_core = info.si_code == CLD_DUMPED};
 }
 
+/// Returns the signal by which `pid` is stopped now; 0 if it is not.
+int stop_of(pid_t pid) {
+  siginfo_t info{};
+  const bool stopped = ::waitid(P_PID, pid, &info, WSTOPPED | WNOHANG | WNOWAIT) == 0 &&
+                       info.si_pid != 0 && info.si_code == CLD_STOPPED;
+  return stopped ? info.si_status : 0;
+}
+
 /// Reaps processes that a rank started and this process adopted; not the rank itself.
 void reap_adopted(pid_t process_group) {
   siginfo_t info{};
@@ -214,7 +222,10 @@ void Job::on_rank_end(RankEnd end) {
   if (phase_ == Phase::kFailing) {
     last_news_ = Clock::now();
   } else if (phase_ == Phase::kRunning) {
-    for (Rank& rank : ranks_) rank.bytes_before_failure = rank.err->bytes();
+    for (Rank& rank : ranks_) {
+      rank.bytes_before_failure = rank.err->bytes();
+      if (!rank.ended) rank.stopped_by = stop_of(rank.pid);
+    }
     last_words_end_ = Clock::now() + std::min(kLastWords, options_.grace);
     last_news_ = Clock::now();
     enter(Phase::kFailing, std::min(kSilence, options_.grace));
@@ -323,6 +334,7 @@ void Job::finish_output() {
     const Rank& rank = ranks_[end.rank - setup_.assignment.first_rank];
     end.last_lines.assign(rank.err->last_lines().begin(), rank.err->last_lines().end());
     end.ends_the_output = rank.err->ends_the_output();
+    end.stopped_by = rank.stopped_by;
     end.has_last_words = !end.by_launcher || rank.err->bytes() > rank.bytes_before_failure;
   }
 }

@@ -60,6 +60,7 @@ class Job {
     std::unique_ptr<RankStream> out;
     std::unique_ptr<RankStream> err;
     size_t bytes_before_failure = 0;  ///< of stderr, at the first failure
+    int stopped_by = 0;               ///< the signal that had stopped it then
   };
 
   void start_ranks();

@@ -17,6 +17,7 @@ struct RankEnd {
   bool out_of_memory = false;    ///< the kernel killed a process for its memory meanwhile
   bool after_interrupt = false;  ///< a signal had been passed on before
   bool by_launcher = false;      ///< the launcher had ended the ranks before
+  int stopped_by = 0;            ///< the signal that had stopped it when the first rank failed
   bool has_last_words = true;    ///< false: it wrote nothing to stderr after the first failure
   std::vector<std::string> last_lines;  ///< of its stderr, oldest first
   bool ends_the_output = false;         ///< nothing was shown after its last line

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "support/models.h"
+#include "support/warnings.h"
 
 namespace tessera::testing::mistakes_test {
 
@@ -293,6 +294,11 @@ const std::vector<Mistake> kMistakes = {
        for (auto& p : t.net->parameters()) p.requires_grad_(false);
        if (t.world) t.backward();
      }},
+    {"AStepWithAllFrozen", End::kError, "all of the sharded model are frozen",
+     [](Training& t) {
+       for (auto& p : t.net->parameters()) p.requires_grad_(false);
+       if (t.world) t.step();
+     }},
     {"AnUnknownNameInIgnored", End::kError, "which the model does not have",
      [](Training& t) {
        if (t.world) fully_shard(std::make_shared<Mlp>(kWidth, 1, kOut), {.ignored = {"nothing"}});
@@ -509,6 +515,17 @@ TEST_P(Mistakes, EndsWithAnErrorOrTheNumbersOfOneProcess) {
         expect_same_state(outcome.state, plain.state(), 0, mistake.name);
     }
   }
+}
+
+TEST(Mistakes, SpawnWithoutInitIsWarnedOf) {
+  const c10::WarningUtils::WarnAlways always;
+  spawn(2, [] {
+    const auto said = warnings_of([] { fully_shard(std::make_shared<Mlp>(kWidth, 1, kOut)); });
+    ASSERT_EQ(said.size(), 1U);
+    EXPECT_NE(said[0].find("started as one of 2, and shards a model over itself alone"),
+              std::string::npos)
+        << said[0];
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(OfUsers, Mistakes, ::testing::ValuesIn(kMistakes),

@@ -302,5 +302,23 @@ TEST(FlightRecord, BlameNeedsTwoRanksThatAgreeOrTheOnlyOther) {
   EXPECT_EQ(blamed({1, 1, 1, -1}), 1);
 }
 
+TEST(FlightRecord, BlamesTheOneRankWithAnotherCollectiveWhateverTheRanksSay) {
+  const auto blamed = [](const std::vector<std::string>& texts) {
+    std::vector<tools::FlightReport> reports;
+    const int size = static_cast<int>(texts.size());
+    for (int rank = 0; rank < size; ++rank) {
+      reports.push_back({.rank = rank, .size = size, .culprit = 0});
+      reports.back().issued = {{{"kControl", 6}, "a"}, {{"kControl", 7}, texts[rank]}};
+    }
+    return tools::blamed_rank(reports);
+  };
+  EXPECT_EQ(blamed({"b", "b", "c"}), 2);
+  EXPECT_EQ(blamed({"b", "c", "b", "b"}), 1);
+  EXPECT_EQ(blamed({"b", "b", "c", "c"}), 0) << "by the ranks' own words";
+  EXPECT_EQ(blamed({"b", "c", "d"}), 0);
+  EXPECT_EQ(blamed({"b", "c"}), 0);
+  EXPECT_EQ(blamed({"b", "b", "b"}), 0);
+}
+
 }  // namespace launch_flight_test
 }  // namespace tessera

@@ -151,6 +151,26 @@ TEST(RankFailure, RepeatsTheLastWordsOfTheOthersAfterTheCause) {
       << end.err;
 }
 
+TEST(RankFailure, NamesARankThatWasStopped) {
+  const auto end = run_program(
+      launched({"-n", "3"}, {"--on-rank", "2", "--kill", std::to_string(SIGSTOP), "--on-rank", "1",
+                             "--sleep", "600", "--on-rank", "0", "--sleep", "0.5", "--exit", "4"}));
+  EXPECT_EQ(end.status, 4);
+  EXPECT_TRUE(contains(end.err,
+                       "tessera run: rank 2 is the cause: stopped by signal 19 (Stopped (signal))\n"
+                       "tessera run: rank 0 failed first: exit status 4\n"))
+      << end.err;
+}
+
+TEST(RankFailure, BlamesNoRankWhereAllFailAlike) {
+  const auto end = run_program(launched({"-n", "3"}, {"--exit", "4"}));
+  EXPECT_EQ(end.status, 4);
+  const std::string line = last_line(end.err);
+  EXPECT_TRUE(line.starts_with("tessera run: all ranks failed alike, rank ") &&
+              line.ends_with(" first: exit status 4"))
+      << line;
+}
+
 TEST(RankFailure, DoesNotWaitLongForRanksThatSayNothing) {
   const auto end = run_program({TESSERA_CLI, "run", "-n", "2", RANK_PROBE, "--on-rank", "1",
                                 "--exit", "3", "--on-rank", "0", "--sleep", "600"});

@@ -113,7 +113,8 @@ class FormComparison {
     TORCH_CHECK_WITH(DistBackendError, data[0] == -data[1], name.describe(),
                      ": ranks issued different collectives at this position; this rank issued ",
                      form_.text(),
-                     ". Expected all ranks to issue the same ones in the same order, with equal "
+                     ". Expected all ranks to make the same collective calls (forward, backward, "
+                     "step, save, full_state, printing a parameter) in the same order, with equal "
                      "sizes and dtypes");
   }
 

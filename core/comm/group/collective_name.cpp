@@ -72,8 +72,8 @@ std::string differing_order(int64_t sequence, const std::string& own, int rank,
                             const std::string& theirs) {
   return fmt::format(
       "rank {} issued another collective at position #{} of this channel: {}; this rank issued "
-      "{}{}. Expected all ranks to issue the same ones in the same order, with equal sizes and "
-      "dtypes",
+      "{}{}. Expected all ranks to make the same collective calls (forward, backward, step, save, "
+      "full_state, printing a parameter) in the same order, with equal sizes and dtypes",
       rank, sequence, theirs, own, own == theirs ? " with other parts or pieces" : "");
 }
 

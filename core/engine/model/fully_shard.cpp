@@ -12,6 +12,7 @@
 
 #include "base/device/device.h"
 #include "comm/group/encoding.h"
+#include "comm/start/spawned_rank.h"
 #include "engine/grad/grad_gate.h"
 #include "engine/model/check_devices.h"
 #include "engine/model/check_plan.h"
@@ -90,10 +91,12 @@ ProcessGroupPtr ranks_beside(const DeviceMesh& mesh, int64_t mesh_dim) {
 // The ranks to shard over if the plan names none.
 ProcessGroupPtr default_ranks() {
   ProcessGroupPtr ranks = default_process_group();
-  static const int started = rank_info_from_environment().size;
+  static const int launched = rank_info_from_environment().size;
+  const SpawnedRank* const spawned = SpawnedRank::current();
+  const int started = spawned ? spawned->info().size : launched;
   if (ranks->size() == 1 && started > 1) {
-    TORCH_WARN_ONCE("[fully_shard] this process was started as one of ", started,
-                    " ranks, and shards a model over itself alone. Call tessera::init() before, "
+    TORCH_WARN_ONCE("[fully_shard] this rank was started as one of ", started,
+                    ", and shards a model over itself alone. Call tessera::init() before, "
                     "and keep the World; or name the ranks (ShardPlan::process_group)");
   }
   return ranks;

@@ -3,6 +3,8 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <initializer_list>
+#include <span>
 
 #include "base/memory/tensor_allocator.h"
 #include "engine/grad/capture_watch.h"
@@ -11,12 +13,30 @@
 namespace tessera {
 namespace {
 
+bool is_of(const ParamSlot& slot, const at::Tensor& tensor) {
+  for (size_t i = 0; i < slot.handles.size(); ++i)
+    if (slot.tensor(i).is_same(tensor)) return true;
+  return false;
+}
+
+// The slots that may be at the place of `tensor` in the unit's buffer. None if it was given other
+// data: the place is a guess, and whoever finds nothing there must look at all slots.
+std::span<const ParamSlot> slots_near(const std::vector<ParamSlot>& slots,
+                                      const at::Tensor& tensor) {
+  const at::Tensor first = slots.empty() ? at::Tensor() : slots.front().tensor();
+  if (!first.defined() || !first.has_storage() || !tensor.has_storage()) return {};
+  const int64_t offset = tensor.storage_offset() - first.storage_offset() + slots.front().offset;
+  return std::ranges::equal_range(slots, offset, {}, &ParamSlot::offset);
+}
+
 std::optional<ParamIndex> find_in(const Unit& unit, const at::Tensor& tensor) {
   const auto& slots = unit.layout().slots;
-  for (size_t slot = 0; slot < slots.size(); ++slot)
-    for (size_t i = 0; i < slots[slot].handles.size(); ++i)
-      if (slots[slot].tensor(i).is_same(tensor))
-        return ParamIndex{static_cast<size_t>(unit.index()), slot};
+  for (const std::span<const ParamSlot> some : {slots_near(slots, tensor), std::span(slots)}) {
+    for (const ParamSlot& slot : some)
+      if (is_of(slot, tensor))
+        return ParamIndex{static_cast<size_t>(unit.index()),
+                          static_cast<size_t>(&slot - slots.data())};
+  }
   return std::nullopt;
 }
 

@@ -156,12 +156,6 @@ at::ScalarType small_dtype(torch::optim::Optimizer& optimizer, size_t group) {
   return it == options.end() ? at::kFloat : static_cast<at::ScalarType>(it->second);
 }
 
-const Segment* find_held(const std::vector<Segment>& segments, const at::Tensor& param) {
-  const auto it = std::find_if(segments.begin(), segments.end(),
-                               [&](const Segment& segment) { return segment.held.is_same(param); });
-  return it == segments.end() ? nullptr : &*it;
-}
-
 }  // namespace
 
 bool keeps_matrices(const ParamSlot& slot) {
@@ -262,12 +256,16 @@ std::vector<Segment> adopt_optimizer(const ShardedState& state, torch::optim::Op
                                      const std::vector<Segment>& adopted) {
   at::NoGradGuard no_grad;
   std::vector<Segment> segments;
+  std::map<const c10::TensorImpl*, const Segment*> known_of;  // by the tensor that is held
+  for (const Segment& segment : adopted)
+    known_of.emplace(segment.held.unsafeGetTensorImpl(), &segment);
   std::set<std::pair<size_t, size_t>> seen;  // tied parameters may be listed more than once
   auto& groups = optimizer.param_groups();
   for (size_t group = 0; group < groups.size(); ++group) {
     std::vector<at::Tensor> replaced;
     for (const at::Tensor& param : groups[group].params()) {
-      const Segment* const known = find_held(adopted, param);
+      const auto it = known_of.find(param.unsafeGetTensorImpl());
+      const Segment* const known = it == known_of.end() ? nullptr : it->second;
       const ParamIndex place = known ? known->place : *state.find(param);
       if (!seen.emplace(place.unit, place.slot).second) continue;
       Segment segment = known ? *known : make_segment(state, place, group);

@@ -334,6 +334,14 @@ ShardedOptimizer::~ShardedOptimizer() = default;
 ShardedOptimizer::ShardedOptimizer(ShardedOptimizer&&) noexcept = default;
 ShardedOptimizer& ShardedOptimizer::operator=(ShardedOptimizer&&) noexcept = default;
 
+static bool trains_any(const ShardedState& state) {
+  for (const auto& unit : state.units())
+    for (const ParamSlot& slot : unit->layout().slots)
+      if (const at::Tensor param = slot.tensor(); param.defined() && param.requires_grad())
+        return true;
+  return false;
+}
+
 // The part of a step in which this rank may wait for others.
 void ShardedOptimizer::Impl::step_with_others() {
   ShardedState& state = this->state();
@@ -343,6 +351,8 @@ void ShardedOptimizer::Impl::step_with_others() {
   follow();
   const WorkPtr stopped = state.stop_reading();
   state.reducer().record([&] { return step_text(*optimizer); });
+  TORCH_CHECK(state.reducer().any_gradient() || trains_any(state),
+              "[step] a parameter must require gradients; all of the sharded model are frozen");
   TORCH_CHECK(state.reducer().any_gradient(),
               "[step] there must be a backward since the last zero_grad(); no parameter of the "
               "sharded model has a reduced gradient. After backwards under no_sync() alone, call "

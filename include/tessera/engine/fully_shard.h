@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <tessera/engine/forward_scope.h>
+#include <tessera/engine/refused_calls.h>
 #include <tessera/engine/shard_plan.h>
 #include <tessera/export.h>
 #include <tessera/tensor/nested_tensors.h>
@@ -14,14 +15,9 @@
 #include <utility>
 #include <vector>
 
-namespace torch {
-namespace nn {
-class Module;
-}
-namespace jit {
+namespace torch::jit {
 struct Module;
 }
-}  // namespace torch
 
 namespace tessera {
 

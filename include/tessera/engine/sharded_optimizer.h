@@ -103,6 +103,8 @@ class TESSERA_API ShardedOptimizer {
 
   /// Returns the user's optimizer.
   torch::optim::Optimizer& inner() const;
+  /// Converts to it, so that LibTorch's schedulers take this object: `StepLR(optimizer, 10, 0.5)`.
+  operator torch::optim::Optimizer&() const { return inner(); }
   ShardedModule module() const;
 
   /// Returns `ShardedModule::memory()` plus this rank's optimizer state, including the start values
