@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "benchmarks/link_bench.h"
+#include "benchmarks/scale_bench.h"
 #include "benchmarks/step_bench.h"
 #include "command/exit_code.h"
 #include "command/level_names.h"
@@ -105,6 +106,26 @@ void add_step_worker(CLI::App& bench, int& exit_code) {
     const auto who = fmt::format("tessera bench step: {} process {}",
                                  to_string(worker_options->role), worker_options->rank);
     exit_code = exit_code_of(who, [&] { return bench_step_worker(*worker_options); });
+  });
+}
+
+void add_scale_bench(CLI::App& bench, int& exit_code) {
+  auto options = std::make_shared<ScaleBenchOptions>();
+  auto* scale = bench.add_subcommand(
+      "scale", "the library's own work by the number of tensors, elements and ranks");
+  scale->option_defaults()->always_capture_default();
+  const auto add_axis = [&](const char* name, std::vector<int64_t>& sizes, const char* text) {
+    scale->add_option(name, sizes, text)->delimiter(',')->check(kCount);
+  };
+  add_axis("--tensors", options->tensors, "of 64 elements, on 2 ranks that are threads");
+  add_axis("--elements", options->elements, "of 100 tensors, on rank 0 of 1,024");
+  add_axis("--threads", options->threads, "ranks that are threads, with 1,000 tensors");
+  add_axis("--ranks", options->ranks, "of which only rank 0 is real, with 1,000 tensors");
+  scale->add_option("--rounds", options->rounds, "of which the fastest counts")->check(kCount);
+  scale->add_option("--directory", options->directory, "for checkpoints, which are removed");
+  scale->add_flag("--json", options->json, "print one line of JSON");
+  scale->callback([options, &exit_code] {
+    exit_code = exit_code_of("tessera bench scale", [&] { return bench_scale(*options); });
   });
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "benchmarks/link_bench.h"
+#include "benchmarks/scale_bench.h"
 #include "benchmarks/step_bench.h"
 #include "command/command_line.h"
 #include "interop/command/ckpt_command.h"
@@ -32,6 +33,7 @@ int main(int argc, char** argv) {
   tessera::tools::add_loop_bench(*bench, exit_code);
   tessera::tools::add_step_worker(*bench, exit_code);
   tessera::tools::add_link_bench(*bench, exit_code);
+  tessera::tools::add_scale_bench(*bench, exit_code);
   tessera::tools::add_plan(app, exit_code);
   tessera::tools::add_ckpt(app, exit_code);
   return tessera::tools::run_command_line(app, {argv + 1, argv + argc}, exit_code);
