@@ -78,9 +78,9 @@ Numbers measure(int64_t count, int64_t numel, const ProcessGroupPtr& group, bool
   Numbers numbers;
   numbers["wrap s"] = seconds_of(
       [&] { sharded.emplace(fully_shard(model.named, {}, {.process_group = counting})); });
-  const auto& agreed = counting->counts().all_reduce;
-  numbers["agreement bytes"] =
-      static_cast<double>(agreed.bytes_sent + counting->counts().all_gather.bytes_sent);
+  const CollectiveCounts counts = counting->counts();  // values are broadcast
+  const int64_t agreed = counts.all_reduce.bytes_sent + counts.all_gather.bytes_sent;
+  if (agreed > 0) numbers["agreement bytes"] = static_cast<double>(agreed);  // not in shared memory
   torch::optim::AdamW adamw(model.params, torch::optim::AdamWOptions(1e-3));
   numbers["optimizer s"] = seconds_of([&] { optimizer.emplace(*sharded, adamw); });
   const auto step = [&] {

@@ -8,7 +8,7 @@
 #     TESTED_WITH ...  packages that its tests need besides
 #     LINES N)         the lines of C++ that it may have, tests and commands apart
 set(tessera_core base comm init tensor engine checkpoint parallel)
-set(tessera_besides colossalai fairscale paddle interop loop trace planner)
+set(tessera_besides colossalai fairscale paddle interop loop trace planner capi)
 
 function(tessera_package name)
   cmake_parse_arguments(PARSE_ARGV 1 package "" "LINES" "STANDS_ON;ROOMS;TESTED_WITH")

@@ -13,6 +13,7 @@
 #include <CLI/CLI.hpp>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <optional>
 
 #include "gpt.h"
@@ -95,7 +96,8 @@ struct Job {
     return written;
   }
 
-  void show_memory(const tessera::ShardMemory& kept) const {
+  /// Returns what it shows, in bytes of this rank, by name.
+  std::map<std::string, double> show_memory(const tessera::ShardMemory& kept) const {
     int64_t numel = 0;
     for (const auto& parameter : gpt->parameters()) numel += parameter.numel();
     const auto sum = kept.parameters + kept.gradients + kept.optimizer_state + kept.master_weights;
@@ -105,6 +107,10 @@ struct Job {
       say("optimizer state: {} bytes on this rank of {}, for {} parameters\n", kept.optimizer_state,
           world.size(), numel);
     if (kept.offloaded > 0) say("in {}: {:.1f} MB per rank\n", o.offload, kept.offloaded / 1e6);
+    return {{"memory/parameters", double(kept.parameters)},
+            {"memory/gradients", double(kept.gradients)},
+            {"memory/optimizer state", double(kept.optimizer_state + kept.master_weights)},
+            {"memory/unsharded parameters", 4.0 * numel}};
   }
 
   /// Half precision has float master weights; with an offload directory, state is kept there.
@@ -162,6 +168,8 @@ struct Job {
     say("{} ranks, {}, after step {}: held-out {:.4f} nats per byte; unigram model {:.4f}\n",
         world.size(), o.level, first, held_out, unigram);
     std::ofstream losses(world.rank() == 0 ? o.losses : "");
+    std::optional<tessera::MetricsLog> log;  // (*)
+    if (!o.save.empty()) log.emplace(o.save, tessera::MetricsLogOptions{.first_step = first + 1});
     Pace pace;
     while (step < o.steps) {
       adamw->param_groups()[0].options().set_lr(learning_rate(o, step));
@@ -175,15 +183,19 @@ struct Job {
       const double mean = tessera::mean_over_ranks(loss.item<double>());
       losses << fmt::format("{:.9g}\n", mean) << std::flush;
       pace.step_done();
-      if (step++ == first) show_memory(optimizer.memory());
-      if (step % o.eval_every == 0) held_out = held_out_loss(o.eval_batches);
+      std::map<std::string, double> row = {{"loss", mean}, {"unigram", unigram}};
+      if (step++ == first) row.merge(show_memory(optimizer.memory()));
       if (step % 10 == 0 || step == o.steps) {
         const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
         const double seconds = taken.count() / (step - first);
-        say("step {}/{}  loss {:.4f}  held-out {:.4f} = {:.3f} bits  {:.0f} B/s  {:.0f} s left\n",
-            step, o.steps, mean, held_out, held_out / bit, o.batch * o.seq / seconds,
-            seconds * (o.steps - step));
+        say("step {}/{}  loss {:.4f}  {:.0f} B/s  {:.0f} s left\n", step, o.steps, mean,
+            o.batch * o.seq / seconds, seconds * (o.steps - step));
       }
+      if (step % o.eval_every == 0) {
+        row["held_out"] = held_out = held_out_loss(o.eval_batches);
+        say("held-out {:.4f} nats = {:.3f} bits per byte\n", held_out, held_out / bit);
+      }
+      if (log) log->write(step, row);
       if (!o.save.empty() && (step % o.save_every == 0 || step == o.steps))
         checkpointer.save(
             fmt::format("{}/step-{}", runs, step), sharded, &optimizer,

@@ -38,7 +38,8 @@ FlightReport read_report(const std::string& path, int rank) try {
   FlightReport report{.rank = rank,
                       .size = record.at("size"),
                       .culprit = record.value("culprit", -1),
-                      .was_asked_for = record.value("reason", "") == "SIGUSR1"};
+                      .was_asked_for = record.value("reason", "") == "SIGUSR1",
+                      .step = record.value("step", int64_t{0})};
   for (const json& entry : record.at("records")) {
     if (entry.value("group", "") != "world") continue;
     report.issued.emplace(std::pair(entry.value("channel", ""), entry.at("number").get<int64_t>()),
@@ -105,9 +106,20 @@ fs::path folder_of_user() {
   return folder;
 }
 
+/// Returns the only rank with its key, if all others, at least two, have another one. -1: there is
+/// none.
+template <class Key>
+int odd_one_out(const std::map<Key, std::vector<int>>& ranks_of) {
+  if (ranks_of.size() != 2) return -1;
+  const auto& a = ranks_of.begin()->second;
+  const auto& b = ranks_of.rbegin()->second;
+  if (a.size() == 1 && b.size() > 1) return a.front();
+  return b.size() == 1 && a.size() > 1 ? b.front() : -1;
+}
+
 /// Returns the rank that alone issued another collective than the others at one position. -1: there
 /// is none, or several ranks did so.
-int odd_one_out(const std::vector<FlightReport>& reports) {
+int rank_with_another_collective(const std::vector<FlightReport>& reports) {
   std::map<std::pair<std::string, int64_t>, std::map<std::string, std::vector<int>>> ranks_of;
   for (const FlightReport& report : reports)
     for (const auto& [position, text] : report.issued)
@@ -115,12 +127,9 @@ int odd_one_out(const std::vector<FlightReport>& reports) {
   int odd = -1;
   for (const auto& [position, by_text] : ranks_of) {
     if (by_text.size() == 1) continue;
-    if (by_text.size() > 2) return -1;
-    const auto& [few, most] =
-        std::minmax(by_text.begin()->second, by_text.rbegin()->second,
-                    [](const auto& a, const auto& b) { return a.size() < b.size(); });
-    if (few.size() != 1 || most.size() < 2 || (odd >= 0 && odd != few.front())) return -1;
-    odd = few.front();
+    const int here = odd_one_out(by_text);
+    if (here < 0 || (odd >= 0 && odd != here)) return -1;
+    odd = here;
   }
   return odd;
 }
@@ -128,7 +137,7 @@ int odd_one_out(const std::vector<FlightReport>& reports) {
 }  // namespace
 
 int blamed_rank(const std::vector<FlightReport>& reports) {
-  if (const int odd = odd_one_out(reports); odd >= 0) return odd;
+  if (const int odd = rank_with_another_collective(reports); odd >= 0) return odd;
   std::map<int, int> votes;
   int size = 1;
   for (const FlightReport& report : reports) {
@@ -144,6 +153,12 @@ int blamed_rank(const std::vector<FlightReport>& reports) {
     most = count;
   }
   return most >= std::min(2, size - 1) ? blamed : -1;
+}
+
+int rank_in_another_step(const std::vector<FlightReport>& reports) {
+  std::map<int64_t, std::vector<int>> ranks_of;
+  for (const FlightReport& report : reports) ranks_of[report.step].push_back(report.rank);
+  return odd_one_out(ranks_of);
 }
 
 FlightFolder::FlightFolder(const std::string& log_dir, std::string trace)

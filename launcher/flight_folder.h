@@ -21,12 +21,16 @@ struct FlightReport {
   /// What it issued in the group of all ranks, by channel and number.
   std::map<std::pair<std::string, int64_t>, std::string> issued = {};
   bool was_asked_for = false;  ///< by SIGUSR1
+  int64_t step = 0;            ///< in which it was
 };
 
 /// Returns the rank that issued another collective than all others, of three ranks or more; else
 /// the one that most of the other ranks blame: at least two of them, or the only other one. -1:
 /// they blame none, or do not agree.
 int blamed_rank(const std::vector<FlightReport>& reports);
+
+/// Returns the rank that is in another step than all others, of three ranks or more. -1: none is.
+int rank_in_another_step(const std::vector<FlightReport>& reports);
 
 /// The folder to which ranks write their flight records: rank_0.json, rank_1.json and so on.
 ///

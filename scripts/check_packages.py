@@ -25,7 +25,7 @@ ANY_PACKAGE = ("tessera.h", "version.h", "export.h")
 
 
 # The folders with the library's sources and public headers, and those in them that are none of it.
-LIBRARY = ("include", "core", "dialects", "interop", "loop", "trace", "planner")
+LIBRARY = ("include", "core", "dialects", "interop", "loop", "trace", "planner", "capi")
 BESIDE = {"tests", "command", "python"}
 
 

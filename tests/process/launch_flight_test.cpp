@@ -320,5 +320,21 @@ TEST(FlightRecord, BlamesTheOneRankWithAnotherCollectiveWhateverTheRanksSay) {
   EXPECT_EQ(blamed({"b", "b", "b"}), 0);
 }
 
+TEST(FlightRecord, ShowsTheOneRankInAnotherStep) {
+  const auto odd = [](const std::vector<int64_t>& steps) {
+    std::vector<tools::FlightReport> reports;
+    const int size = static_cast<int>(steps.size());
+    for (int rank = 0; rank < size; ++rank)
+      reports.push_back({.rank = rank, .size = size, .step = steps[rank]});
+    return tools::rank_in_another_step(reports);
+  };
+  EXPECT_EQ(odd({22, 22, 21, 22}), 2);
+  EXPECT_EQ(odd({22, 22, 23}), 2);
+  EXPECT_EQ(odd({22, 21}), -1);
+  EXPECT_EQ(odd({22, 22, 21, 21}), -1);
+  EXPECT_EQ(odd({22, 22, 21, 20}), -1);
+  EXPECT_EQ(odd({22, 22, 22}), -1);
+}
+
 }  // namespace launch_flight_test
 }  // namespace tessera

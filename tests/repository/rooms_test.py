@@ -10,7 +10,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from check_packages import House, public_headers  # noqa: E402
 
 HOUSE = House(ROOT)
-FOLDERS = "include|core|dialects|interop|loop|trace|planner|command|launcher|benchmarks|tests|scripts|cmake"
+FOLDERS = "include|core|dialects|interop|loop|trace|planner|capi|command|launcher|benchmarks|tests|scripts|cmake"
 
 
 def pages():
