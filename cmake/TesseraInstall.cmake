@@ -2,14 +2,28 @@
 # of dependencies that CMake has fetched: `cmake --install BUILD --component tessera`.
 include(CMakePackageConfigHelpers)
 set(CMAKE_INSTALL_DEFAULT_COMPONENT_NAME tessera)
-# The installed library finds LibTorch where the build did, or where it is told to, and the tools find the library beside
-# themselves. INSTALL_RPATH_USE_LINK_PATH would leave out folders inside the project, where ./dev puts LibTorch.
+# Installed files look for LibTorch where the build found it, but never in the source or the build folder, which others don't
+# have: then in /opt/libtorch. Other places: TESSERA_TORCH_RPATH, or LD_LIBRARY_PATH at run time.
 set(TESSERA_TORCH_RPATH "" CACHE STRING
-    "Folders, separated by :, where the installed library looks for LibTorch; empty: where the build found it")
-set(torch_rpath "${TORCH_INSTALL_PREFIX}/lib")
+    "Folders, separated by :, where installed files look for LibTorch; empty: where the build found it, or /opt/libtorch/lib")
+set(installed_torch "${TORCH_INSTALL_PREFIX}")
+foreach(folder IN ITEMS "${PROJECT_SOURCE_DIR}" "${PROJECT_BINARY_DIR}")
+  file(REAL_PATH "${folder}" real_folder)
+  foreach(outer IN ITEMS "${folder}" "${real_folder}")
+    cmake_path(IS_PREFIX outer "${TORCH_INSTALL_PREFIX}" NORMALIZE inside)
+    if(inside)
+      set(installed_torch /opt/libtorch)
+    endif()
+  endforeach()
+endforeach()
+set(torch_rpath "${installed_torch}/lib")
 if(TESSERA_TORCH_RPATH)
   set(torch_rpath "${TESSERA_TORCH_RPATH}")
+  if(torch_rpath MATCHES "^(/[^:;]+)/lib/?([:;]|$)")
+    set(installed_torch "${CMAKE_MATCH_1}")
+  endif()
 endif()
+message(STATUS "Installed files look for LibTorch in ${torch_rpath} (TESSERA_TORCH_RPATH)")
 set_target_properties(tessera PROPERTIES INSTALL_RPATH "\$ORIGIN;${torch_rpath}")
 install(TARGETS tessera tessera_torch EXPORT TesseraTargets)
 foreach(package IN LISTS tessera_packages)
@@ -33,10 +47,12 @@ install(FILES "${CMAKE_CURRENT_BINARY_DIR}/TesseraConfig.cmake" "${CMAKE_CURRENT
   DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/Tessera)
 foreach(program tessera_cli tessera_bench)
   if(TARGET ${program})
-    set_target_properties(${program} PROPERTIES INSTALL_RPATH "\$ORIGIN/../${CMAKE_INSTALL_LIBDIR};${torch_rpath}")
     install(TARGETS ${program})
   endif()
 endforeach()
+if(TARGET tessera_bench)  # the other one needs no library of these
+  set_target_properties(tessera_bench PROPERTIES INSTALL_RPATH "\$ORIGIN/../${CMAKE_INSTALL_LIBDIR};${torch_rpath}")
+endif()
 if(TARGET tessera_cli)
   install(PROGRAMS launcher/flight.py TYPE BIN RENAME tessera-flight)
 endif()

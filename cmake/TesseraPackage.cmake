@@ -8,9 +8,9 @@ set(CPACK_PACKAGE_VENDOR "The Tessera authors")
 set(CPACK_PACKAGE_CONTACT "The Tessera authors")
 set(CPACK_PACKAGE_DESCRIPTION_SUMMARY "Sharded training for LibTorch: library, headers and command-line tool")
 set(CPACK_DEBIAN_PACKAGE_DESCRIPTION "Trains LibTorch models in C++ with their parameters, gradients and optimizer state sharded over many processes.
-LibTorch ${Torch_VERSION} is needed, and is not a package of Debian's: it must lie in
+LibTorch ${Torch_VERSION} is needed, and is not a package of Debian's: its libraries must lie in
 ${torch_rpath}
-or in a folder that LD_LIBRARY_PATH names.")
+or in a folder that LD_LIBRARY_PATH or /etc/ld.so.conf.d names.")
 set(CPACK_RESOURCE_FILE_LICENSE "${PROJECT_SOURCE_DIR}/LICENSE")
 set(CPACK_STRIP_FILES ON)
 set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)

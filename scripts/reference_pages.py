@@ -15,7 +15,7 @@ import xml.etree.ElementTree
 import check_links
 from check_packages import public_headers
 
-INTRODUCTION = re.compile(r"^namespace tessera[\w:]* \{\n\n((?:// .*\n|//\n)+)\n", re.MULTILINE)
+INTRODUCTION = re.compile(r"^(?:namespace tessera[\w:]* \{|#pragma once)\n\n((?:// .*\n|//\n)+)\n", re.MULTILINE)
 WIDTH = 96
 
 
@@ -154,10 +154,11 @@ def of_class(compound):
     return f"\n## `{name}`\n{head}{comment(compound)}\n{of_members(members, name.split('::')[-1] + '::', 3)}"
 
 
-def parts_of_namespace(compound, seen):
-    """Yields the (file, line, Markdown, name) of each member of a namespace that was not seen before, overloads together."""
-    scope = (compound.findtext("compoundname") + "::").removeprefix("tessera::")
-    members = [m for m in compound.iter("memberdef") if m.get("id") not in seen]
+def parts_of_scope(compound, seen):
+    """Yields the (file, line, Markdown, name) of each member of a namespace, or of a file outside of its namespaces, that was
+    not seen before, overloads together."""
+    scope = "" if compound.get("kind") == "file" else (compound.findtext("compoundname") + "::").removeprefix("tessera::")
+    members = [m for m in compound.iter("memberdef") if m.get("id") not in seen and m.get("kind") != "define"]
     seen.update(m.get("id") for m in members)
     members.sort(key=lambda m: (m.find("location").get("file"), int(m.find("location").get("line"))))
     key = lambda m: (m.find("location").get("file"), title_of(m, scope))
@@ -174,14 +175,15 @@ def collect(folder):
             if compound.get("kind") in ("class", "struct") and compound.get("prot") in ("public", None):
                 place = compound.find("location")
                 parts[place.get("file")].append((int(place.get("line")), of_class(compound), name_of(compound)))
-            elif compound.get("kind") == "namespace" and compound.findtext("compoundname").startswith("tessera"):
-                for file, *part in parts_of_namespace(compound, seen):
+            elif compound.get("kind") == "file" or \
+                    compound.get("kind") == "namespace" and compound.findtext("compoundname").startswith("tessera"):
+                for file, *part in parts_of_scope(compound, seen):
                     parts[file].append(tuple(part))
     return parts
 
 
 def introduction(header):
-    """The comment at the beginning of a header's namespace, which belongs to no declaration."""
+    """The comment at the beginning of a header or of its namespace, which belongs to no declaration."""
     match = INTRODUCTION.search(header.read_text())
     return re.sub(r"^// ?", "", match[1], flags=re.MULTILINE) if match else ""
 
@@ -194,7 +196,9 @@ def main():
     for file, parts in sorted(collect(source).items()):
         page = folder / file.removeprefix("tessera/").replace(".h", ".md")
         page.parent.mkdir(parents=True, exist_ok=True)
-        parts.sort(key=lambda part: part[0])
+        title = page.stem.replace("_", "")
+        # First what the header is named after.
+        parts.sort(key=lambda part: (re.sub(r"[_()]", "", part[2]).lower() != title, part[0]))
         text = f"# {file}\n\n{introduction(headers[file])}\n" + "\n".join(part[1] for part in parts)
         page.write_text(re.sub(r"\n{3,}", "\n\n", text))
         where = page.relative_to(folder)

@@ -75,7 +75,9 @@ TEST_P(CErrors, RefusesWrongOptimizers) {
     refused(R"({"name": "AdamW", "lr": -1})", {"[tessera_shard] ", "learning rate"},
             TESSERA_FAILED);  // LibTorch's own
     // Found once the tensors are sharded: its blocks of state can't be cut. The sharding is undone.
-    if (world.size > 1) refused(R"({"name": "CPUAdam", "state_dtype": "uint8"})", {"256"});
+    if (world.size > 1)
+      refused(R"({"name": "CPUAdam", "state_dtype": "uint8"})", {"[ShardedOptimizer]", "256"},
+              TESSERA_NOT_IMPLEMENTED);
   });
 }
 

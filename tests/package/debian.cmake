@@ -1,5 +1,5 @@
-# cmake -DCONFIG=CPackConfig.cmake -DVERSION=0.1.0 -DWHERE=FOLDER -P debian.cmake: packs what is built for Debian, and looks at
-# the package and at the tool in it.
+# cmake -DCONFIG=CPackConfig.cmake -DVERSION=0.1.0 -DWHERE=FOLDER ... -P debian.cmake: packs what is built for Debian, and looks
+# at the package and at the tool in it. READELF and OUTSIDE are those of runpath.cmake.
 cmake_minimum_required(VERSION 3.25)
 
 # Runs a command and sets `out` to its output.
@@ -42,7 +42,16 @@ foreach(foreign IN ITEMS libtorch libfmt gtest nlohmann/ "\\.py" "/_C\\.")
   endif()
 endforeach()
 
-# As installed: the tool finds the library beside itself, and LibTorch where the build found it.
+# As installed: no file looks into folders of this machine, and the tool finds the library beside itself.
 ask(said dpkg-deb --extract "${package}" "${WHERE}/root")
-ask(said "${CMAKE_COMMAND}" -E env --unset=LD_LIBRARY_PATH "${WHERE}/root/usr/bin/tessera" --version)
+set(FOLDER "${WHERE}/root")
+set(NEEDED libtessera.so tessera-bench)
+include("${CMAKE_CURRENT_LIST_DIR}/runpath.cmake")
+file(READ "${WHERE}/root/usr/lib/pkgconfig/tessera.pc" pkg_config)
+foreach(folder IN LISTS folders)
+  if(pkg_config MATCHES "=${folder}/")
+    message(FATAL_ERROR "tessera.pc names a folder below ${folder}:\n${pkg_config}")
+  endif()
+endforeach()
+ask(said "${CMAKE_COMMAND}" -E env "LD_LIBRARY_PATH=${TORCH_LIBRARIES}" "${WHERE}/root/usr/bin/tessera" --version)
 expect("${said}" "^tessera ${VERSION} .*LibTorch ${TORCH_VERSION} is loaded")
