@@ -1,4 +1,5 @@
 #include <c10/util/Exception.h>
+#include <tessera/checkpoint/checkpoint.h>
 #include <tessera/planner/plan_report.h>
 #include <tessera/planner/transformer_config.h>
 
@@ -138,7 +139,10 @@ std::vector<ParameterSize> read_list(const fs::path& path) {
 }
 
 std::vector<ParameterSize> read_any(const fs::path& path) {
-  if (fs::is_directory(path)) return read_directory(path);
+  if (fs::is_directory(path)) {
+    const auto latest = latest_checkpoint(path);  // if the directory is that of a run
+    return read_directory(latest ? *latest : path);
+  }
   if (is_described(path)) return parameter_sizes(read_transformer_config(path));
   return path.extension() == ".safetensors" ? read_model(path) : read_list(path);
 }

@@ -30,8 +30,8 @@ namespace {
 constexpr const char* kPlanFooter = R"(
 FILE is a safetensors file, a directory with such files (an index says which of them are the model's), a
 config.json of Hugging Face's (gpt2, llama, mistral, qwen2, qwen3) or a directory that has one and no weights, a
-checkpoint of Tessera's, or a list: a line for each parameter, `name dtype size...`, with ` frozen` at the end
-if it is not trained; # begins a comment. No tensor is read.
+checkpoint of Tessera's or a directory of them, or a list: a line for each parameter, `name dtype size...`, with
+` frozen` at the end if it is not trained; # begins a comment. No tensor is read.
 
 Does it fit? With --memory (of each rank) or --host-memory, the answer is printed, and if a level does not fit,
 what it would need with one change, or with several:

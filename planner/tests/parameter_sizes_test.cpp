@@ -161,6 +161,10 @@ TEST(ParameterSizes, AreReadFromACheckpointWithTies) {
     EXPECT_EQ(found->shape, size.shape);
     EXPECT_EQ(found->dtype, size.dtype);
   }
+  // The directory of a run stands for its latest checkpoint.
+  std::filesystem::rename(directory / "saved", directory / "step-7");
+  std::filesystem::create_directory(directory / "step-8");
+  expect_same_sizes(read_parameter_sizes(directory / ""), read);
 }
 
 TEST(ParameterSizes, AreMadeUpEqualToOneElement) {

@@ -36,8 +36,8 @@ TESSERA_API std::vector<ParameterSize> parameter_sizes(const torch::nn::Module& 
 
 /// Reads the sizes of a model's parameters, and no values. `path` is one of:
 /// - a safetensors file, whose name ends in `.safetensors`,
-/// - a directory: a checkpoint of Tessera's, or one with safetensors files, chosen as
-///   `import_checkpoint()` does: by its index, or all of them,
+/// - a directory: a checkpoint of Tessera's, or one with checkpoints, for the latest, or one with
+///   safetensors files, chosen as `import_checkpoint()` does: by its index, or all of them,
 /// - a `config.json` of Hugging Face's, an index of safetensors files in the same directory, or a
 ///   directory with a `config.json` and none of the safetensors files: see
 ///   `read_transformer_config()`,
