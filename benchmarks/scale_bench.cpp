@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 #include <malloc.h>
+#include <tessera/base/process_memory.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/comm/fake_world.h>
 #include <tessera/comm/process_group_decorators.h>
@@ -14,7 +15,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <fstream>
 #include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -38,12 +38,6 @@ double seconds_of(const std::function<void()>& f) {
   const auto start = std::chrono::steady_clock::now();
   f();
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
-double resident_bytes() {
-  int64_t total = 0, resident = 0;
-  std::ifstream("/proc/self/statm") >> total >> resident;
-  return static_cast<double>(resident) * 4096;
 }
 
 struct Model {
@@ -70,7 +64,7 @@ struct Model {
 Numbers measure(int64_t count, int64_t numel, const ProcessGroupPtr& group, bool deferred,
                 const std::filesystem::path& directory) {
   ::malloc_trim(0);
-  const double before = resident_bytes();
+  const int64_t before = pss_bytes();
   const Model model(count, numel, deferred);
   const auto counting = counting_process_group(group);
   std::optional<ShardedModule> sharded;
@@ -90,7 +84,7 @@ Numbers measure(int64_t count, int64_t numel, const ProcessGroupPtr& group, bool
   };
   numbers["first step s"] = seconds_of(step);
   numbers["step s"] = seconds_of(step);
-  numbers["resident bytes"] = std::max(0.0, resident_bytes() - before);
+  numbers["resident bytes"] = static_cast<double>(std::max<int64_t>(0, pss_bytes() - before));
   numbers["describe s"] = seconds_of([&] { sharded->describe(); });
   if (!directory.empty()) {
     numbers["save s"] = seconds_of([&] { save_checkpoint(directory, *sharded, &*optimizer); });

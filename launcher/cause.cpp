@@ -76,9 +76,9 @@ std::optional<Cause> cause_of(const JobEnd& end, const std::vector<FlightReport>
       std::ranges::find_if(end.ranks, [](const RankEnd& r) { return r.stopped_by != 0; });
   if (stopped != end.ranks.end())
     return other_cause(*stopped, first, "stopped by " + signal_text(stopped->stopped_by));
-  const int blamed =
-      failed_alike(end, flights) ? rank_in_another_step(flights) : blamed_rank(flights);
-  if (blamed < 0 && failed_alike(end, flights)) {
+  const bool alike = failed_alike(end, flights);
+  const int blamed = alike ? rank_in_another_step(flights) : blamed_rank(flights);
+  if (blamed < 0 && alike) {
     return Cause{.rank = first.rank,
                  .text = fmt::format("all ranks failed alike, rank {} first: {}", rank->rank,
                                      describe(*rank)),

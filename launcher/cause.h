@@ -18,8 +18,9 @@ struct Cause {
 };
 
 /// Returns the cause: the first rank that a signal killed, other than SIGABRT, and that blames no
-/// other; else the first that was stopped when others failed; else the rank that the flight records
-/// blame; else the rank that failed first. Nothing if none failed.
+/// other; else the first that was stopped when others failed; else, if all failed alike, the one
+/// that was in another step; else the rank that the flight records blame; else the rank that failed
+/// first. Nothing if none failed.
 std::optional<Cause> cause_of(const JobEnd& end, const std::vector<FlightReport>& flights);
 
 /// Returns "exit status 3", say.

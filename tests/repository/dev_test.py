@@ -83,7 +83,8 @@ class Dev(unittest.TestCase):
 
     def test_installs_python_as_root_before_it_looks_for_it(self):
         said = self.missing_in_an_empty_system(0, "demo")
-        self.assertRegex(said, "installing g[+][+] .* python3 python3-venv")
+        self.assertRegex(said, "installing g[+][+] .* python3 python3-venv\n")
+        self.assertRegex(self.missing_in_an_empty_system(0, "build"), "installing g[+][+] .* python3 python3-venv python3-dev\n")
 
     def test_sanitize_builds_and_runs_with_both_presets(self):
         with tempfile.TemporaryDirectory() as tree, tempfile.TemporaryDirectory() as commands:
