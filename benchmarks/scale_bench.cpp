@@ -13,13 +13,14 @@
 #include <torch/types.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+
+#include "benchmarks/seconds.h"
 
 namespace tessera::tools {
 namespace {
@@ -33,12 +34,6 @@ constexpr const char* kQuantities[] = {"wrap s",     "optimizer s",     "first s
                                        "describe s", "agreement bytes", "resident bytes"};
 
 using Numbers = std::map<std::string, double>;
-
-double seconds_of(const std::function<void()>& f) {
-  const auto start = std::chrono::steady_clock::now();
-  f();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
 
 struct Model {
   Model(int64_t count, int64_t numel, bool deferred) {

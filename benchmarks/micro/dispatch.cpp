@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "benchmarks/seconds.h"
 #include "rounds.h"
 
 namespace tessera::micro {

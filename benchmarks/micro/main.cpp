@@ -12,12 +12,12 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <chrono>
 #include <cstdlib>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "benchmarks/seconds.h"
 #include "rounds.h"
 
 namespace tessera::micro {
@@ -78,12 +78,6 @@ int run(std::vector<std::string> arguments, const char* program) {
 const World& world() {
   if (!made_world) made_world.emplace(init());
   return *made_world;
-}
-
-double seconds_of(const std::function<void()>& run) {
-  const auto start = std::chrono::steady_clock::now();
-  run();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
 double slowest_seconds_of(ProcessGroup& ranks, const std::function<void()>& run) {

@@ -28,9 +28,7 @@ void add_rounds(const std::string& name, std::function<Round()> make);
 /// Returns the world of this process. The first call makes it.
 const World& world();
 
-/// Returns the seconds that `run` takes.
-double seconds_of(const std::function<void()>& run);
-/// Returns those of the slowest rank. All ranks begin together. Collective.
+/// Returns the seconds that `run` takes on the slowest rank. All ranks begin together. Collective.
 double slowest_seconds_of(ProcessGroup& ranks, const std::function<void()>& run);
 
 // Each adds the benchmarks of its source.

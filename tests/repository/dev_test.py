@@ -45,7 +45,7 @@ class Dev(unittest.TestCase):
         for arguments in (("example",), ("example", "nothing")):
             result = dev(*arguments)
             self.assertEqual(result.returncode, 2)
-            self.assertIn(f'there is no example "{"".join(arguments[1:])}"; expected one of: group_sharded ', result.stderr)
+            self.assertIn(f'there is no example "{"".join(arguments[1:])}"; expected one of: bigger_than_memory group_sharded ', result.stderr)
             self.assertIn(" sharded_ddp ", result.stderr)
             self.assertEqual(result.stdout, "")
 

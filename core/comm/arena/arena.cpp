@@ -240,8 +240,9 @@ const Post* Arena::shown(int rank, const ArenaTicket& ticket) const {
   const auto* const post = reinterpret_cast<const Post*>(data(rank, slot.address));
   if (post->fingerprint != ticket.fingerprint) {
     const std::string theirs(post->what, strnlen(post->what, Post::kMaxText));
+    const int named = watch_ ? watch_->world_rank(rank) : rank;
     throw_disagreement(ticket.name, rank,
-                       differing_order(ticket.number, ticket.what, rank, theirs));
+                       differing_order(ticket.number, ticket.what, named, theirs));
   }
   return post;
 }
@@ -424,11 +425,11 @@ void Arena::close(std::chrono::milliseconds grace) noexcept {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     lock.lock();
   }
-  // Tensors that other ranks have not read are never freed: they may still be read.
+  // Tensors that others may still read are never freed; their tickets, which hold the watch, are.
   static std::mutex mutex;
-  static auto* const kept = new std::vector<std::deque<Shown>>();
+  static auto* const kept = new std::vector<std::vector<at::Tensor>>();
   const std::lock_guard kept_lock(mutex);
-  kept->push_back(std::exchange(shown_, {}));
+  for (Shown& shown : std::exchange(shown_, {})) kept->push_back(std::move(shown.kept));
 }
 
 // Returns true if a rank that is still in the arena has not read all posts of this one.

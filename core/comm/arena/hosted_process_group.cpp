@@ -451,10 +451,16 @@ class HostedProcessGroup : public ProcessGroup,
     return start_steps(call, tag, std::move(steps), /*sends=*/0);
   }
 
-  WorkPtr start(AllToAll& call, const CollectiveTag& tag) {
-    return issue_on(*whole_, {tag, std::move(call)});
+  WorkPtr start(AllToAll& call, const CollectiveTag& tag) { return start_on_whole(call, tag); }
+  WorkPtr start(Barrier& call, const CollectiveTag& tag) { return start_on_whole(call, tag); }
+
+  template <class Call>  // as a step: so it has a place among the collectives that ranks compare
+  WorkPtr start_on_whole(const Call& call, const CollectiveTag& tag) {
+    const CollectiveStep send = [call, whole = whole_](const CollectiveTag& of_step) {
+      return std::vector{issue_on(*whole, {of_step, call})};
+    };
+    return start_steps(call, tag, {send}, /*sends=*/0);
   }
-  WorkPtr start(Barrier& call, const CollectiveTag& tag) { return issue_on(*whole_, {tag, call}); }
 
   const HostTable table_;
   const std::shared_ptr<ArenaProcessGroup> local_;

@@ -112,10 +112,7 @@ class FormComparison {
     const auto* const data = static_cast<const int64_t*>(told_.const_data_ptr());
     TORCH_CHECK_WITH(DistBackendError, data[0] == -data[1], name.describe(),
                      ": ranks issued different collectives at this position; this rank issued ",
-                     form_.text(),
-                     ". Expected all ranks to make the same collective calls (forward, backward, "
-                     "step, save, full_state, printing a parameter) in the same order, with equal "
-                     "sizes and dtypes");
+                     form_.text(), ". ", kExpectedCalls);
   }
 
  private:

@@ -56,7 +56,9 @@ void throw_wait_failed(const CollectiveName& name, const Awaited& whom,
 
 void throw_disagreement(const CollectiveName& name, int rank, const std::string& how) {
   const std::string error = fmt::format("{}{}: {}", name.describe(), place_of(name), how);
-  const WaitCause cause{name.watch ? name.watch->world_rank(rank) : rank, how, Evidence::kSeen};
+  // The watch knows what this rank has issued.
+  const WaitCause cause{name.watch ? name.watch->world_rank(rank) : rank, how, Evidence::kSeen,
+                        Disagreement{}};
   if (name.watch) name.watch->failed(name, cause, error);
   throw WaitError(error, cause, /*timed_out=*/false);
 }
@@ -70,11 +72,11 @@ void throw_wait_aborted(const CollectiveName& name, const WaitCause& cause) {
 
 std::string differing_order(int64_t sequence, const std::string& own, int rank,
                             const std::string& theirs) {
+  const char* const how = own == theirs ? " with other parts or pieces" : "";
   return fmt::format(
       "rank {} issued another collective at position #{} of this channel: {}; this rank issued "
-      "{}{}. Expected all ranks to make the same collective calls (forward, backward, step, save, "
-      "full_state, printing a parameter) in the same order, with equal sizes and dtypes",
-      rank, sequence, theirs, own, own == theirs ? " with other parts or pieces" : "");
+      "{}{}. {}",
+      rank, sequence, theirs, own, how, kExpectedCalls);
 }
 
 bool tells_differing_order(std::string_view error) {

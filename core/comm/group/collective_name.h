@@ -77,6 +77,11 @@ class WaitError : public c10::DistBackendError {
 /// process group; `how`: in what.
 [[noreturn]] void throw_disagreement(const CollectiveName& name, int rank, const std::string& how);
 
+/// What errors say where ranks have issued different collectives.
+inline constexpr std::string_view kExpectedCalls =
+    "Expected all ranks to make the same collective calls (forward, backward, step, save, "
+    "full_state, printing a parameter) in the same order, with equal sizes and dtypes";
+
 /// Returns the error message for position `sequence` of a channel, at which `rank` issued `theirs`
 /// and this rank `own` (both from `CollectiveForm::text()`).
 std::string differing_order(int64_t sequence, const std::string& own, int rank,

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,11 +22,29 @@ enum class Evidence : uint8_t {
   kSeen,      ///< its process has ended, or it issued another collective
 };
 
+/// Identifies a collective among all process groups of a world.
+struct CollectiveId {
+  std::string group;
+  int channel = 0;
+  int64_t number = 0;
+
+  bool operator==(const CollectiveId&) const = default;
+};
+
+/// What the rank that found another one to issue another collective has issued itself: of two that
+/// differ, a third rank can tell by its own which one is alone.
+struct Disagreement {
+  CollectiveId at = {};
+  uint64_t fingerprint = 0;
+  std::string issued = {};
+};
+
 /// The rank that made a wait fail, and how, as far as the ranks know.
 struct WaitCause {
   int rank = -1;  ///< in the world; -1: unknown
   std::string why = {};
   Evidence evidence = Evidence::kNone;
+  std::optional<Disagreement> found = {};
 };
 
 /// Records the collectives of one process group on this rank, and explains its waits: the ranks

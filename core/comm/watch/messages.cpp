@@ -29,12 +29,19 @@ Phase phase_from(const Json& json) {
 
 void write(Json& json, const WaitCause& cause) {
   json["cause"] = {cause.rank, cut(cause.why, kMaxWhy), static_cast<int>(cause.evidence)};
+  if (cause.found) {
+    json["found"] = {json_of(cause.found->at), cause.found->fingerprint,
+                     cut(cause.found->issued, kMaxLine)};
+  }
 }
 
 WaitCause cause_from(const Json& json) {
   const Json& cause = json.at("cause");
   const int evidence = std::clamp(cause.at(2).get<int>(), 0, static_cast<int>(Evidence::kSeen));
-  return {cause.at(0), cause.at(1), static_cast<Evidence>(evidence)};
+  WaitCause known{cause.at(0), cause.at(1), static_cast<Evidence>(evidence)};
+  if (const auto found = json.find("found"); found != json.end())
+    known.found = {id_from(found->at(0)), found->at(1), found->at(2)};
+  return known;
 }
 
 void write(Json& json, const Question& question) {

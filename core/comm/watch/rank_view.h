@@ -9,15 +9,6 @@
 
 namespace tessera {
 
-/// Identifies a collective among all process groups of a world.
-struct CollectiveId {
-  std::string group;
-  int channel = 0;
-  int64_t number = 0;
-
-  bool operator==(const CollectiveId&) const = default;
-};
-
 /// A wait of a rank, as other ranks see it.
 struct WaitView {
   CollectiveId id;

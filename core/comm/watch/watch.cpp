@@ -58,6 +58,12 @@ std::string subject_of(const std::string& collective, int64_t number, const std:
   return fmt::format("{} #{} of unit '{}'", collective, number, subject);
 }
 
+WaitCause another_collective(const CollectiveId& id, const FlightEntry& own, int rank,
+                             const std::string& theirs) {
+  return {rank, differing_order(id.number, own.text, rank, theirs), Evidence::kSeen,
+          Disagreement{id, own.fingerprint, own.text}};
+}
+
 }  // namespace
 
 WaitCause Watch::ended_cause(int rank) {
@@ -182,10 +188,8 @@ void Watch::answer(int to, const Question& question) {
     const std::lock_guard lock(mutex_);
     answer.view = own_view_locked();
     for (const CollectiveId& id : question.ids) {
-      const auto found = groups_.find(id.group);
-      const auto state = found == groups_.end() ? nullptr : found->second.lock();
-      if (!state || id.channel < 0 || id.channel >= static_cast<int>(state->issued.size()))
-        continue;
+      const auto state = group_locked(id);
+      if (!state) continue;
       IssuedAnswer& one = answer.issued.emplace_back();
       one.id = id;
       one.issued = state->issued[id.channel].load();
@@ -196,6 +200,14 @@ void Watch::answer(int to, const Question& question) {
     }
   }
   send(to, answer);
+}
+
+// Returns null if this rank is not in the group, or if it has no such channel.
+std::shared_ptr<Watch::GroupState> Watch::group_locked(const CollectiveId& id) const {
+  const auto found = groups_.find(id.group);
+  const auto state = found == groups_.end() ? nullptr : found->second.lock();
+  const bool has = state && id.channel >= 0 && id.channel < std::ssize(state->issued);
+  return has ? state : nullptr;
 }
 
 RankView Watch::own_view_locked() const {
@@ -356,8 +368,7 @@ std::optional<WaitCause> Watch::cause_for(const Wait& wait, int rank) const {
   if (found != issued.end() && found->fingerprint) {
     const auto own = wait.group->record.find(wait.name.channel, wait.id.number);
     if (own && own->fingerprint != *found->fingerprint)
-      return WaitCause{rank, differing_order(wait.id.number, own->text, rank, found->text),
-                       Evidence::kSeen};
+      return another_collective(wait.id, *own, rank, found->text);
   }
   const bool has_failed = peer.failure && peer.failure->id == wait.id;
   if (has_left_before(peer, wait.id) || (has_failed && now - peer.told >= kFailureDelay)) {
@@ -374,6 +385,15 @@ std::optional<WaitCause> Watch::cause_for(const Wait& wait, int rank) const {
 std::optional<WaitCause> Watch::told_cause(int peer) const {
   const Peer& told = peers_[peer];
   const auto named = [&](WaitCause cause) {
+    if (cause.found) {
+      const CollectiveId& at = cause.found->at;
+      const auto group = group_locked(at);
+      const auto own =
+          group ? group->record.find(static_cast<Channel>(at.channel), at.number) : std::nullopt;
+      // Who says so is itself the one that differs.
+      if (own && own->fingerprint != cause.found->fingerprint)
+        return another_collective(at, *own, peer, cause.found->issued);
+    }
     if (cause.rank != peer && cause.rank != rank_)
       cause.why += fmt::format(" (rank {} said so)", peer);
     return cause;

@@ -88,6 +88,7 @@ class Watch : public std::enable_shared_from_this<Watch> {
   static bool has_left_before(const Peer& peer, const CollectiveId& id);
   std::optional<WaitCause> cause_for(const Wait& wait, int rank) const;
   std::optional<WaitCause> told_cause(int peer) const;
+  std::shared_ptr<GroupState> group_locked(const CollectiveId& id) const;
   std::optional<WaitCause> best_cause(const CollectiveId& id) const;
   void ask_all_locked(const std::vector<CollectiveId>& ids);
   void send(int to, const Content& content) noexcept;

@@ -41,7 +41,9 @@ WaitCause Watch::Group::cause_of(const CollectiveName& name, int peer, bool time
 void Watch::Group::failed(const CollectiveName& name, const WaitCause& cause,
                           const std::string& error) {
   const CollectiveId id{state_->label, static_cast<int>(name.channel), name.sequence};
-  const WaitCause known = cause.why.empty() ? WaitCause{cause.rank, error} : cause;
+  WaitCause known = cause.why.empty() ? WaitCause{cause.rank, error} : cause;
+  if (const auto own = state_->record.find(name.channel, name.sequence); own && known.found)
+    known.found = {id, own->fingerprint, own->text};
   {
     const std::lock_guard lock(watch_->mutex_);
     if (watch_->has_left_) return;

@@ -4,8 +4,8 @@
     python -m tessera.bench.parallel [--shape 2] [--model NAMES] [--width 64] [--steps 0]
 
 `--shape 2,2` cuts the batch along the first dim of the mesh and matrices along the second. Bytes are those of whole buffers
-(of an all-to-all, of the rank's input), for each line of ranks; gradients of replicated parameters over a batch that is cut
-are left out. `--steps` times as many steps, in turns, beside one process with as many threads as ranks.
+(of an all-to-all, of the rank's input), for each line of ranks. Where the batch is cut, backward of DistTensors and of DTensor
+includes the sums of the parameters' gradients, and the explicit one does not. `--steps` times as many steps, in turns, beside one process with as many threads as ranks.
 """
 
 from __future__ import annotations

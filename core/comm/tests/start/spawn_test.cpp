@@ -8,7 +8,9 @@
 
 #include <atomic>
 #include <chrono>
+#include <filesystem>
 #include <future>
+#include <iterator>
 #include <set>
 
 #include "support/error_of.h"
@@ -50,6 +52,24 @@ TEST(Spawn, RanksJoinAgainAfterTheirWorldEnded) {
       EXPECT_EQ(sum_over_ranks(world, 1), 3);
     }
   });
+}
+
+TEST(Spawn, AWorldThatEndsBeforeItsTensorsAreReadLeavesNoThreadAndNoDescriptor) {
+  const auto run_one = [] {
+    spawn(2, [] {
+      World world = init();
+      if (world.rank() == 0)
+        world.process_group()->broadcast(torch::ones({1 << 20}), 0, {.subject = "unread"});
+    });
+  };
+  const auto entries = [](const char* folder) {
+    return std::distance(std::filesystem::directory_iterator(folder), {});
+  };
+  run_one();  // what LibTorch opens once
+  const auto descriptors = entries("/proc/self/fd"), threads = entries("/proc/self/task");
+  run_one();
+  EXPECT_EQ(entries("/proc/self/fd"), descriptors);
+  EXPECT_EQ(entries("/proc/self/task"), threads);
 }
 
 TEST(Spawn, MakesProcessGroupsOfSomeRanks) {

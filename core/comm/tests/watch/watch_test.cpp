@@ -206,6 +206,41 @@ TEST(WaitOnTwoHosts, ALateRankIsNamed) {
       3s);
 }
 
+TEST(WaitOnTwoHosts, ALoneBarrierIsAnotherCollective) {
+  const auto train = [](World& world) {
+    auto tensor = torch::ones({5});
+    auto& pg = *world.process_group();
+    const bool is_alone = world.rank() == 2;
+    const std::string text = fails_with([&] {
+      if (is_alone) {
+        pg.barrier({.subject = "alone", .channel = Channel::kGrads});
+      } else {
+        pg.all_reduce(tensor, ReduceOp::kSum, kHead)->wait();
+      }
+    });
+    expect_parts(text, {"barrier of unit 'alone'",
+                        is_alone ? "another collective" : "rank 2 issued another collective"});
+  };
+  run_hosts(4, by_halves, train, 60s);
+}
+
+// Rank 2 finds the others' collective, says so and closes its connections before they have asked.
+TEST(WatchOfAnOddRank, IsNamedByTheOthersAlthoughItAccusesThemFirst) {
+  const auto train = [](World& world) {
+    auto tensor = torch::ones({5});
+    auto& pg = *world.process_group();
+    if (world.rank() == 2) {
+      fails_with([&] { pg.barrier({.subject = "alone", .channel = Channel::kGrads}); });
+      return;
+    }
+    std::this_thread::sleep_for(300ms);
+    const std::string text =
+        fails_with([&] { pg.all_reduce(tensor, ReduceOp::kSum, kHead)->wait(); });
+    expect_parts(text, {"rank 2 issued another collective", "barrier of unit 'alone'"});
+  };
+  run_over(Transport::kGloo, 4, train, 60s);
+}
+
 TEST(WatchOfAPart, NamesRanksOfTheWorld) {
   run_world(3, [](World& world) {
     const auto part = world.new_process_group({1, 2});
