@@ -17,8 +17,10 @@ using torch::Tensor;
 
 struct GptOptions {
   int64_t seq = 128, layers = 4, width = 256, heads = 4;
+  std::string device = "cpu";
 
   void add_to(CLI::App& app) {
+    app.add_option("--device", device, "where it computes, such as cuda:0");
     app.add_option("--seq", seq, "bytes per window")->check(CLI::PositiveNumber);
     app.add_option("--layers", layers, "transformer blocks")->check(CLI::PositiveNumber);
     app.add_option("--width", width, "numbers per byte inside the model")
@@ -74,10 +76,11 @@ struct GptImpl : nn::Module {
     for (auto& parameter : named_parameters()) {
       if (parameter.value().dim() == 2) parameter.value().normal_(0, 0.02);
     }
+    if (!device.is_cpu()) to(device);
   }
 
   Tensor forward(const Tensor& bytes) {
-    auto x = tok(bytes) + pos(torch::arange(bytes.size(1)));
+    auto x = tok(bytes.to(device)) + pos(torch::arange(bytes.size(1), device));
     for (auto& block : *blocks) x = block->as<Block>()->forward(x);
     return head(ln_f(x));
   }
@@ -86,10 +89,12 @@ struct GptImpl : nn::Module {
   /// them.
   Tensor loss(const Tensor& windows) {
     const auto logits = forward(windows.narrow(1, 0, o.seq)).to(torch::kFloat);
-    return torch::cross_entropy_loss(logits.flatten(0, 1), windows.narrow(1, 1, o.seq).flatten());
+    const auto next = windows.narrow(1, 1, o.seq).to(device);
+    return torch::cross_entropy_loss(logits.flatten(0, 1), next.flatten());
   }
 
   GptOptions o;
+  torch::Device device{o.device};
   nn::Embedding tok = register_module("tok", nn::Embedding(256, o.width));
   nn::Embedding pos = register_module("pos", nn::Embedding(o.seq, o.width));
   nn::ModuleList blocks = register_module("blocks", nn::ModuleList());

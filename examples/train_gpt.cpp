@@ -6,6 +6,7 @@
 // Model (gpt.h), data and loop are plain torch::nn code; the lines that shard are marked with (*).
 // A batch is a pure function of (seed, step, row): the losses are the same with any number of ranks
 // at any level.
+#include <ATen/DeviceAccelerator.h>
 #include <fmt/format.h>
 #include <tessera/tessera.h>
 #include <torch/torch.h>
@@ -19,7 +20,7 @@
 #include "gpt.h"
 
 struct Options : TrainingOptions {
-  std::string save, losses, memory, level = "p_g_os";
+  std::string save, losses, memory, backend, level = "p_g_os";
   std::string dtype = "float", gather_dtype, reduce_dtype, offload, state;
   bool resume = false, scaler = false;
   int threads = 0, replicas = 1, keep = 2;
@@ -89,7 +90,7 @@ struct Job {
       const auto seen = written.substr(std::max<int64_t>(0, std::ssize(written) - o.seq));
       const auto bytes = torch::tensor(std::vector<int64_t>(seen.begin(), seen.end()));
       const auto chances =
-          (gpt->forward(bytes.unsqueeze(0))[0][-1].to(torch::kFloat) / 0.7).softmax(0);
+          (gpt->forward(bytes.unsqueeze(0))[0][-1].cpu().to(torch::kFloat) / 0.7).softmax(0);
       const auto next = torch::multinomial(chances, 1, false, generator).item<int64_t>();
       written += next == '\n' || (next >= 32 && next < 127) ? char(next) : '?';
     }
@@ -227,6 +228,7 @@ int main(int argc, char** argv) {
   CLI::App app{"Trains a byte-level GPT on a text, sharded over the ranks that it is started on"};
   const CLI::Validator positive = CLI::PositiveNumber, natural = CLI::NonNegativeNumber;
   app.option_defaults()->always_capture_default();
+  app.add_option("--backend", o.backend, "over which tensors on a --device go, such as nccl");
   app.add_option("--level", o.level, "what is sharded")->check(CLI::IsMember(levels));
   app.add_option("--dtype", o.dtype, "of the parameters")
       ->check(CLI::IsMember({"float", "bfloat16", "half"}));
@@ -264,7 +266,9 @@ int main(int argc, char** argv) {
   CLI11_PARSE(app, argc, argv);
   std::setvbuf(stdout, nullptr, _IOLBF, 0);
   const auto train = [&] {
-    const auto world = tessera::init();  // (*)
+    const auto world = tessera::init({.backend = o.backend});  // (*)
+    if (const torch::Device device(o.device); !device.is_cpu() && !device.has_index())
+      at::accelerator::setDeviceIndex(static_cast<c10::DeviceIndex>(world.local_rank()));
     TORCH_CHECK_VALUE(o.batch % world.size() == 0, "[train_gpt] --batch is that of all ranks; ",
                       "expected a multiple of ", world.size(), ", got ", o.batch);
     TORCH_CHECK_VALUE(world.size() % o.replicas == 0, "[train_gpt] --replicas must divide the ",

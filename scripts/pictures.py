@@ -3,9 +3,11 @@
 
     pictures.py docs [ROOT]
     pictures.py training DIR
+    pictures.py step FLIGHT_RECORD [ROOT]
 
 docs: draws docs/figures/NAME.json as docs/pictures/NAME.svg, for each NAME in FIGURES whose file exists; a second call writes the
-same bytes. training: draws DIR/metrics.csv, which train_gpt --save DIR writes, as DIR/training.svg. Needs matplotlib.
+same bytes. training: draws DIR/metrics.csv, which train_gpt --save DIR writes, as DIR/training.svg. step: takes the last whole step of
+a rank_N.json, which ranks write on SIGUSR1, into docs/figures/overlap.json. Needs matplotlib.
 """
 import csv
 import html
@@ -262,8 +264,49 @@ def draw_losses(data):
     return picture
 
 
-FIGURES = {"step_time": draw_step_time, "memory": draw_memory, "levels": draw_levels, "links": draw_links, "faults": draw_faults,
-           "checkpoints": draw_checkpoints, "losses": draw_losses}
+def step_of(record):
+    """Returns when the collectives of a flight record's last whole step were issued and completed, in ms of it."""
+    step = max(entry["step"] for entry in record["records"]) - 1
+    entries = [entry for entry in record["records"] if entry["step"] == step and entry["completed_us"] and entry["phase"] != "user code"]
+    start = min(entry["issued_us"] for entry in entries)
+    return [{"channel": entry["channel"], "phase": entry["phase"], "units": entry["subject"], "megabytes": round(entry["bytes"] / 1e6, 2),
+             "begin_ms": round((entry["issued_us"] - start) / 1e3, 2), "end_ms": round((entry["completed_us"] - start) / 1e3, 2)}
+            for entry in sorted(entries, key=lambda entry: entry["issued_us"])]
+
+
+def draw_overlap(data):
+    spans = data["spans"]
+    end = max(span["end_ms"] for span in spans)
+    names = {"kParams": ("gathers of\nparameters", BLUE), "kGrads": ("reductions of\ngradients", RED), "kControl": ("agreements", GREEN)}
+    picture = Picture(330, "Parameters and gradients are sent beside forward and backward", data)
+    axes = picture.panel(110, 110, 770, 160)
+    phases = {}
+    for span in spans:
+        phases.setdefault(span["phase"], span["begin_ms"])
+    for (name, begin), last, shade in zip(phases.items(), [*list(phases.values())[1:], end], itertools.cycle((0.05, 0.12))):
+        axes.axvspan(begin, last, color=INK, alpha=shade, linewidth=0)
+        axes.text((begin + last) / 2, -0.62, name, ha="center", va="bottom")
+    busy = {channel: [] for channel in names}  # a lane is a list of ends; spans that overlap lie in different ones
+    for y, (channel, (_, color)) in enumerate(names.items()):
+        of_channel = [span for span in spans if span["channel"] == channel]
+        for span in of_channel:
+            lanes = busy[channel]
+            lane = next((i for i, until in enumerate(lanes) if until <= span["begin_ms"]), len(lanes))
+            lanes[lane:lane + 1] = [span["end_ms"]]
+            span["lane"] = lane
+        height = 0.8 / max(1, len(busy[channel]))
+        for span in of_channel:
+            axes.barh([y - 0.4 + height * (span["lane"] + 0.5)], [span["end_ms"] - span["begin_ms"]], 0.86 * height, [span["begin_ms"]],
+                      color=color)
+    rows_of(axes, [name for name, _ in names.values()])
+    axes.set_ylim(len(names) - 0.5, -0.65)
+    axes.set_xlim(0, end)
+    axes.set_xlabel("ms of the step")
+    return picture
+
+
+FIGURES = {"overlap": draw_overlap, "step_time": draw_step_time, "memory": draw_memory, "levels": draw_levels, "links": draw_links,
+           "faults": draw_faults, "checkpoints": draw_checkpoints, "losses": draw_losses}
 KEPT = {"parameters": BLUE, "gradients": CYAN, "optimizer state": GREEN}
 
 
@@ -315,6 +358,11 @@ def main():
             if (docs / "figures" / f"{name}.json").exists():
                 draw(json.loads((docs / "figures" / f"{name}.json").read_text())).save(docs / "pictures" / f"{name}.svg")
                 print(f"docs/pictures/{name}.svg")
+    elif verb == "step" and len(rest) in (1, 2):
+        figure = pathlib.Path(rest[1] if len(rest) > 1 else pathlib.Path(__file__).parent.parent) / "docs/figures/overlap.json"
+        known = json.loads(figure.read_text()) if figure.exists() else {}
+        spans = step_of(json.loads(pathlib.Path(rest[0]).read_text()))
+        figure.write_text(json.dumps(known | {"spans": spans}, indent=1) + "\n")
     else:
         sys.exit(__doc__)
 
