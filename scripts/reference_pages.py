@@ -83,7 +83,8 @@ def tidy(code):
 
 
 def templates_of(node):
-    lists = ([" ".join(plain(p).split()) for p in t] for t in node.findall("templateparamlist"))
+    # Doxygen has the name of a parameter with a concept twice.
+    lists = ([re.sub(r"\b(\w+) \1$", r"\1", " ".join(plain(p).split())) for p in t] for t in node.findall("templateparamlist"))
     return "".join(f"template <{tidy(', '.join(parameters))}>\n" for parameters in lists)
 
 
