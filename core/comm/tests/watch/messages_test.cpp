@@ -36,12 +36,26 @@ TEST(WatchMessage, CarriesAnAnswer) {
 
 TEST(WatchMessage, CarriesAFarewellThatIsCutToADatagram) {
   Farewell farewell{.cause = {1, std::string(100'000, 'x'), Evidence::kReported}, .step = 4};
+  farewell.cause.found = {{"world", 1, 4}, 5, std::string(100'000, 'x')};
   for (int i = 0; i < 1000; ++i) farewell.issued["group " + std::to_string(i)] = {1, 2, 3};
   const std::string text = to_text({0, 1, farewell});
   EXPECT_LT(text.size(), Datagrams::kMaxText);
   const auto message = message_from(text);
   ASSERT_TRUE(message);
   EXPECT_EQ(std::get<Farewell>(message->content).step, 4);
+}
+
+TEST(WatchMessage, CarriesWhatTheSenderHasIssuedItself) {
+  Failure failure{.id = {"world", 1, 4}, .cause = {2, "rank 2", Evidence::kSeen}};
+  EXPECT_FALSE(std::get<Failure>(message_from(to_text({0, 1, failure}))->content).cause.found);
+  failure.cause.found = {{"world", 1, 4}, 0xFFFFFFFFFFFFFFFFull, "barrier"};
+  const auto message = message_from(to_text({0, 1, failure}));
+  ASSERT_TRUE(message);
+  const auto& found = std::get<Failure>(message->content).cause.found;
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->at, failure.id);
+  EXPECT_EQ(found->fingerprint, 0xFFFFFFFFFFFFFFFFull);
+  EXPECT_EQ(found->issued, "barrier");
 }
 
 TEST(WatchMessage, IsNotAStrangersText) {
