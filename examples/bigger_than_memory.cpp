@@ -16,16 +16,9 @@ struct Options : TrainingOptions {
   bool plain = false;
 };
 
-// The mean loss of `windows`. Each block is computed again in backward, and keeps only its input.
-Tensor recomputed_loss(Gpt gpt, const Tensor& windows) {
-  const auto bytes = windows.narrow(1, 0, gpt->o.seq);
-  auto x = gpt->tok(bytes) + gpt->pos(torch::arange(bytes.size(1)));
-  for (auto& block : *gpt->blocks)
-    x = tessera::checkpoint([block](Tensor input) { return block->as<Block>()->forward(input); },
-                            x);
-  const auto logits = gpt->head(gpt->ln_f(x));
-  return torch::cross_entropy_loss(logits.flatten(0, 1),
-                                   windows.narrow(1, 1, gpt->o.seq).flatten());
+// A block that keeps only its input, and is computed again in backward.
+Tensor run_recomputed(BlockImpl& block, const Tensor& x) {
+  return tessera::checkpoint([&block](Tensor input) { return block.forward(input); }, x);
 }
 
 void say_step(const Options& o, int64_t step, double loss, const Pace& pace) {
@@ -72,7 +65,7 @@ void train_sharded(const Options& o, const Tensor& text) {
     optimizer.zero_grad();
     const auto starts =
         random_starts(text, o.seq, o.batch, o.seed, step).narrow(0, world.rank() * rows, rows);
-    const auto loss = recomputed_loss(gpt, windows(text, starts, o.seq));
+    const auto loss = gpt->loss(windows(text, starts, o.seq), run_recomputed);
     loss.backward();
     optimizer.step();
     const double mean = tessera::mean_over_ranks(loss.item<double>());

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cmath>
 #include <fstream>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,7 +21,6 @@ struct GptOptions {
   std::string device = "cpu";
 
   void add_to(CLI::App& app) {
-    app.add_option("--device", device, "where it computes, such as cuda:0");
     app.add_option("--seq", seq, "bytes per window")->check(CLI::PositiveNumber);
     app.add_option("--layers", layers, "transformer blocks")->check(CLI::PositiveNumber);
     app.add_option("--width", width, "numbers per byte inside the model")
@@ -79,16 +79,20 @@ struct GptImpl : nn::Module {
     if (!device.is_cpu()) to(device);
   }
 
-  Tensor forward(const Tensor& bytes) {
+  /// Returns a block's output for `x`.
+  using RunBlock = std::function<Tensor(BlockImpl& block, const Tensor& x)>;
+  static Tensor run_block(BlockImpl& block, const Tensor& x) { return block.forward(x); }
+
+  Tensor forward(const Tensor& bytes, const RunBlock& run = run_block) {
     auto x = tok(bytes.to(device)) + pos(torch::arange(bytes.size(1), device));
-    for (auto& block : *blocks) x = block->as<Block>()->forward(x);
+    for (auto& block : *blocks) x = run(*block->as<Block>(), x);
     return head(ln_f(x));
   }
 
   /// Returns the mean cross entropy, in nats per byte, of each window's bytes given those before
   /// them.
-  Tensor loss(const Tensor& windows) {
-    const auto logits = forward(windows.narrow(1, 0, o.seq)).to(torch::kFloat);
+  Tensor loss(const Tensor& windows, const RunBlock& run = run_block) {
+    const auto logits = forward(windows.narrow(1, 0, o.seq), run).to(torch::kFloat);
     const auto next = windows.narrow(1, 1, o.seq).to(device);
     return torch::cross_entropy_loss(logits.flatten(0, 1), next.flatten());
   }

@@ -42,6 +42,7 @@ int main(int argc, char** argv) {
   CLI::App app{"Trains a byte-level GPT on a text in one process, by LibTorch alone"};
   app.option_defaults()->always_capture_default();
   o.add_to(app);
+  app.add_option("--device", o.device, "where it computes, such as cuda");
   app.add_flag("--fused", fused, "step with at::_fused_adamw_, in place of torch::optim::AdamW");
   CLI11_PARSE(app, argc, argv);
   std::setvbuf(stdout, nullptr, _IOLBF, 0);

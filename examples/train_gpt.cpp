@@ -228,6 +228,7 @@ int main(int argc, char** argv) {
   CLI::App app{"Trains a byte-level GPT on a text, sharded over the ranks that it is started on"};
   const CLI::Validator positive = CLI::PositiveNumber, natural = CLI::NonNegativeNumber;
   app.option_defaults()->always_capture_default();
+  app.add_option("--device", o.device, "where it computes, such as cuda");
   app.add_option("--backend", o.backend, "over which tensors on a --device go, such as nccl");
   app.add_option("--level", o.level, "what is sharded")->check(CLI::IsMember(levels));
   app.add_option("--dtype", o.dtype, "of the parameters")

@@ -68,10 +68,9 @@ class Check:
         text = f"{passed} passed" + (f", {len(lacking)} need more GPUs" if lacking else "")
         if real:
             text += f", failed: {', '.join(real[:5])}{' ...' if len(real) > 5 else ''}"
-        if status is None:
-            text += f"; {out.splitlines()[-1]}"
-        elif status < 0:
-            text += f"; ended by signal {-status} in {list(parts)[-1] if parts else 'none'}"
+        if status is None or status < 0:
+            how = out.splitlines()[-1] if status is None else f"ended by signal {-status}"
+            text += f"; {how}, in {list(parts)[-1] if parts else 'none'}"
         self.row(name, text, is_bad=bool(real) or not passed and not lacking or (status or 0) < 0)
 
     def trained(self, arguments):

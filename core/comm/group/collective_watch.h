@@ -44,7 +44,7 @@ struct WaitCause {
   int rank = -1;  ///< in the world; -1: unknown
   std::string why = {};
   Evidence evidence = Evidence::kNone;
-  std::optional<Disagreement> found = {};
+  std::optional<Disagreement> found = {};  ///< if `rank` issued another collective
 };
 
 /// Records the collectives of one process group on this rank, and explains its waits: the ranks
